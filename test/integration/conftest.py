@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,29 +38,13 @@ class Prompts:
     sampling_params: list[dict[str, Any]]
 
 
-# Importing it imports every model of SGLang, which takes nearly two seconds in each process that loads a model.
-_ALL_MODELS = "sglang.srt.models.registry"
-# Fork servers by environment. They end with the test process.
-_FORK_SERVERS: dict[frozenset[tuple[str, str]], Any] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _keep_fork_servers() -> Iterator[None]:
-    """Keep the fork server of every environment, with all modules that engines import: a new one takes ten seconds.
+    """Keep the fork server of every environment until the test process ends: a new one takes ten seconds.
 
-    The engine keeps only its last one. Tests change the environment, for an instruction set or Triton's interpreter,
-    and change it back.
+    Tests change the environment, for an instruction set or Triton's interpreter, and change it back.
     """
-
-    def server_for(environment: Mapping[str, str], module: str) -> Any:
-        key = frozenset(fork_server._lasting(environment).items())
-        if key not in _FORK_SERVERS:
-            made = _FORK_SERVERS[key] = fork_server._Server(environment, module)
-            made.server.set_forkserver_preload([module, _ALL_MODELS, fork_server._AFTER_IMPORTS])
-        return _FORK_SERVERS[key].server
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "_server_for", server_for)
+    with fork_server.keeping_servers():
         yield
 
 

@@ -58,6 +58,13 @@ def test_our_classes_are_the_ones_that_run(batch_engine: Callable[..., Any]) -> 
     assert classes == {**launch.EXPECTED_CLASSES, **launch.EXPECTED_CPU_CLASSES}
 
 
+def test_the_process_that_forks_an_engine_s_processes_has_no_threads(batch_engine: Callable[..., Any]) -> None:
+    scheduler, detokenizer = batch_engine("tiny-qwen3-moe").own_processes
+    server = scheduler.parent()
+    assert server == detokenizer.parent() != psutil.Process()
+    assert server.num_threads() == 1, "an import has started a thread, and such a process cannot be forked safely"
+
+
 def test_requests_beyond_the_pool_are_refused_with_numbers_and_others_go_on(
     batch_engine: Callable[..., Any], prompts: Prompts
 ) -> None:

@@ -7,11 +7,10 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -36,8 +35,9 @@ from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.model_executor.time_budget import TimeBudget
 from sgl_batch.owned_directory import OwnedDirectory, register_shared_memory, remove_abandoned
 from sgl_batch.sglang_adapter import processes
-from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN, start_method_of
+from sgl_batch.sglang_adapter.child_processes import FORK, FORKSERVER, SPAWN, start_method_of
 from sgl_batch.sglang_adapter.fork_server import CallerEnvironment
+from sgl_batch.sglang_adapter.model_classes import import_model_classes
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.private_ports import LONGEST_NAME
 from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
@@ -66,8 +66,10 @@ class ProcessSpec:
     `directory`: where the processes find each other. `start_method`: multiprocessing's, for processes that SGLang
     starts from this one. `graphs` returns what captures graphs in a scheduler process, or None. `owned`: the directory,
     if it was made for this engine. `tracebacks`: the directory for tracebacks of faults (None: that of temporary
-    files). `processes`: the processes that this one has started.
+    files). `processes`: the processes that this one has started. `preloaded`: what a fork server imports.
     """
+
+    preloaded: ClassVar = ("sgl_batch.engine.process_spec", "sgl_batch.sglang_adapter.fork_server_models")
 
     config: BatchConfig
     directory: Path
@@ -142,11 +144,16 @@ class ProcessSpec:
         run_scheduler_process(self, *args, **kwargs)
 
     def controller(self, **kwargs: object) -> None:
-        """Run the process that starts the ranks."""
+        """Run the process that starts the ranks.
+
+        It has threads, so it does not fork the ranks. Where it was forked itself, it starts a fork server, which
+        imports once for all ranks and shares that memory with them.
+        """
         reporter = self.failure_reporter("the controller of the ranks")
+        ranks = replace(self, start_method=FORKSERVER) if self.start_method == FORK else self
         with reporter.end_on_error():
             _begin_as_child(self)
-            with start_method_of(self) if self.start_method == FORKSERVER else nullcontext():
+            with start_method_of(ranks):
                 run_rank_controller(reporter, **kwargs)
 
     def detokenizer(self, *args: object, **kwargs: object) -> None:
@@ -178,6 +185,7 @@ def _run_scheduler(spec: ProcessSpec, reporter: FailureReporter, *args: object, 
     operators, gpu_experts = None, None
     counters = Counters() if _is_on_cpu() else Counters(clock=PartClock(SampledParts()))
     if _is_on_cpu():
+        import_model_classes()
         operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
         operators.register()
     else:

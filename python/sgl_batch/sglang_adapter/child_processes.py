@@ -95,14 +95,15 @@ def start_method_of(process_function: Callable[..., Any]) -> Iterator[None]:
     """Inside, processes of `process_function` start by the `start_method` of its owner.
 
     A process that has threads is not forked: the fork would have all locks but none of the threads. The fork server has
-    no threads.
+    no threads; it imports the owner's `preloaded` modules (default: the owner's own) once for all processes.
     """
     owner = getattr(process_function, "__self__", process_function)
     start_method = getattr(owner, "start_method", SPAWN)
     with ExitStack() as inside:
         if start_method == FORKSERVER:
             inside.enter_context(environment({}, _ONE_THREAD))
-            inside.enter_context(fork_server.served_by_fork_server(type(owner).__module__))
+            modules = getattr(owner, "preloaded", (type(owner).__module__,))
+            inside.enter_context(fork_server.served_by_fork_server(modules))
         elif start_method != FORK or not is_single_threaded():
             yield
             return

@@ -4,6 +4,8 @@ A program that makes an engine has threads, so that forking from it is not safe.
 multiprocessing's, which has one thread and runs nothing. Later engines use it too, while the environment is that in
 which its libraries were imported. It lives as long as the program, or until another server replaces it and its
 processes have ended. Its processes share the memory of imported modules until they write to it.
+
+What the server imports must start no thread and must not initialise CUDA: no process with either can be forked.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import get_spawning_popen
@@ -33,16 +35,44 @@ _STREAMS = (1, 2)
 class _Server:
     """A fork server, and the environment in which its libraries were imported."""
 
-    def __init__(self, environment: Mapping[str, str], module: str) -> None:
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
         self.environment = _lasting(environment)
         self.server = forkserver.ForkServer()
-        self.server.set_forkserver_preload([module, _AFTER_IMPORTS])
+        self.server.set_forkserver_preload([*modules, _AFTER_IMPORTS])
 
     def leave(self) -> None:
         """Stop using the server: it ends when its processes have ended."""
         server: Any = self.server
+        if server._forkserver_pid is None:
+            return
         os.close(server._forkserver_alive_fd)
         threading.Thread(target=os.waitpid, args=(server._forkserver_pid, 0), name="fork server", daemon=True).start()
+
+
+class _Servers:
+    """The fork servers that this program uses: the last one, or all of them."""
+
+    def __init__(self) -> None:
+        self._in_use: list[_Server] = []
+        self.keeps_all = False
+
+    def of(self, environment: Mapping[str, str], modules: Sequence[str]) -> forkserver.ForkServer:
+        """Return the server of an environment. A new server imports `modules` when it starts."""
+        lasting = _lasting(environment)
+        found = next((one for one in self._in_use if one.environment == lasting), None)
+        if found is None:
+            if not self.keeps_all:
+                self.leave_all_but(0)
+            found = _Server(environment, modules)
+            self._in_use.append(found)
+        return found.server
+
+    def leave_all_but(self, last: int) -> None:
+        """Stop using all servers but the `last` newest ones."""
+        left = self._in_use[: len(self._in_use) - last]
+        del self._in_use[: len(left)]
+        for server in left:
+            server.leave()
 
 
 class _ParentsServer(forkserver.ForkServer):
@@ -57,18 +87,18 @@ class _ParentsServer(forkserver.ForkServer):
         resource_tracker.ensure_running()
 
 
-_own: _Server | None = None
+_own = _Servers()
 _parents: _ParentsServer | None = None
 
 
 @contextmanager
-def served_by_fork_server(module: str) -> Iterator[None]:
-    """Inside, multiprocessing's start method "forkserver" uses the server that has imported `module`.
+def served_by_fork_server(modules: Sequence[str]) -> Iterator[None]:
+    """Inside, multiprocessing's start method "forkserver" uses the server that has imported `modules`.
 
     The first use starts the server. A use in another environment starts another one, because libraries read the
     environment when they are imported.
     """
-    server = _parents or _server_for(os.environ, module)
+    server = _parents or _own.of(os.environ, modules)
     connect = forkserver.connect_to_new_process
     forkserver.connect_to_new_process = server.connect_to_new_process
     try:
@@ -77,13 +107,18 @@ def served_by_fork_server(module: str) -> Iterator[None]:
         forkserver.connect_to_new_process = connect
 
 
-def _server_for(environment: Mapping[str, str], module: str) -> forkserver.ForkServer:
-    global _own
-    if _own is not None and _own.environment != _lasting(environment):
-        _own.leave()
-        _own = None
-    _own = _own or _Server(environment, module)
-    return _own.server
+@contextmanager
+def keeping_servers() -> Iterator[None]:
+    """Inside, keep the server of every environment for a return to it, because a new one takes many seconds.
+
+    For programs that change the environment and change it back. Outside, only the last server is kept.
+    """
+    _own.keeps_all = True
+    try:
+        yield
+    finally:
+        _own.keeps_all = False
+        _own.leave_all_but(1)
 
 
 def init_forked_process() -> bool:
@@ -97,7 +132,7 @@ def init_forked_process() -> bool:
     if forkserver.get_inherited_fds() is None:
         return False
     of_server: Any = forkserver.get_inherited_fds.__self__  # type: ignore[attr-defined]
-    _own, _parents = None, _ParentsServer(of_server._forkserver_address, of_server._forkserver_alive_fd)
+    _own, _parents = _Servers(), _ParentsServer(of_server._forkserver_address, of_server._forkserver_alive_fd)
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is no child process"
     requester, parent_of = psutil.Process(parent.pid), psutil.Process.parent

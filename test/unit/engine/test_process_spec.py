@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,3 +35,9 @@ def test_a_process_takes_its_own_gpu_before_anything_asks_for_the_current_one(
     server_args = SimpleNamespace(dp_size=1)
     run_scheduler_process(spec, server_args, None, 3, 0, 0, 0, 0, 0, None, None)
     assert asked == ["set_device 3", "get_device_name", "experts auto", "graphs", "SGLang"]
+
+
+def test_the_modules_that_a_fork_server_imports_exist() -> None:
+    missing = [name for name in ProcessSpec.preloaded if find_spec(name) is None]
+    assert missing == [], "a fork server ignores a module that it cannot import"
+    assert ProcessSpec.__module__ in ProcessSpec.preloaded

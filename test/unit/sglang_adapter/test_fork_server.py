@@ -112,6 +112,22 @@ def test_in_another_environment_another_server_imports_anew_and_the_first_ends_w
     assert printed_by(program(text)) == ["from the child"] * 3
 
 
+def test_a_program_that_keeps_servers_returns_to_that_of_an_earlier_environment(program):
+    text = """
+    with fork_server.keeping_servers():
+        first = answer(owner.tell)[1]
+        os.environ["RUN_BEFORE"] = "yes"
+        second = answer(owner.tell)[1]
+        del os.environ["RUN_BEFORE"]
+        assert first == answer(owner.tell)[1] != second
+    while psutil.pid_exists(first):
+        time.sleep(0.01)
+    os.environ["RUN_BEFORE"] = "yes"
+    assert answer(owner.tell)[1] == second, "the newest is not kept"
+"""
+    assert printed_by(program(text)) == ["from the child"] * 4
+
+
 def test_a_forked_process_has_the_callers_streams_and_variables(program, tmp_path):
     text = """
     answer(owner.tell)
