@@ -21,12 +21,28 @@ _REGISTERED = "outside"  # the name of the file that lists registered shared mem
 _SHARED_MEMORY = Path("/dev/shm")
 
 
+class OwnerLock:
+    """The locked file of an owner. Pickled for a child process it holds nothing, because descriptors stay behind."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[type[OwnerLock], tuple[()]]:
+        return OwnerLock, ()
+
+    def release(self) -> None:
+        """Close the file. A second call closes nothing: the descriptor's number may be another file's by then."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedDirectory:
     """A directory of this process. A child process that gets this object may use the path, and owns nothing."""
 
     path: Path
-    lock: int  # the descriptor of the locked file, in the owner
+    lock: OwnerLock
 
     @classmethod
     def make(cls, prefix: str, parent: Path | None = None, purpose: str = "") -> OwnedDirectory:
@@ -41,13 +57,13 @@ class OwnedDirectory:
         os.write(lock, purpose.encode())
         fcntl.lockf(lock, fcntl.LOCK_EX)
         draft.rename(path / f"{_OWNER}{os.getpid()}")
-        return cls(path=path, lock=lock)
+        return cls(path=path, lock=OwnerLock(lock))
 
     def remove(self) -> None:
-        """Remove the directory and its registered shared memory, as far as possible."""
+        """Remove the directory and its registered shared memory, as far as possible. Idempotent."""
         remove_tree(self.path)
         with suppress(OSError):
-            os.close(self.lock)
+            self.lock.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,14 @@ def test_registered_shared_memory_is_removed_with_its_directory(tmp_path: Path) 
     own.remove()
     assert not shared.exists()
     assert file.exists(), "files elsewhere are not removed"
+
+
+def test_a_second_removal_leaves_alone_the_file_that_has_the_lock_s_number_by_then(tmp_path: Path) -> None:
+    with (tmp_path / "other").open("w") as other:
+        number = other.fileno()  # the lowest free one, which the next open file gets
+    own = OwnedDirectory.make("test-", tmp_path)
+    own.remove()
+    with (tmp_path / "other").open("w") as other:
+        assert other.fileno() == number
+        own.remove()
+        os.fstat(number)
