@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,18 @@ def test_the_process_that_forks_an_engine_s_processes_has_no_threads(batch_engin
     server = scheduler.parent()
     assert server == detokenizer.parent() != psutil.Process()
     assert server.num_threads() == 1, "an import has started a thread, and such a process cannot be forked safely"
+
+
+def test_an_engine_s_life_leaves_no_descriptor_open(
+    started: Callable[..., Any], model_path: Callable[[str], str]
+) -> None:
+    left = []
+    for _ in range(2):  # the first engine of a process opens what later ones use too
+        engine = started(model_path=model_path("tiny-qwen3-moe"), max_total_tokens=4096)
+        engine.generate("Return the", REQUEST)
+        engine.shutdown()
+        left.append(sorted(os.readlink(f.path) for f in os.scandir("/proc/self/fd") if os.path.lexists(f.path)))
+    assert len(left[0]) == len(left[1]), left
 
 
 def test_requests_beyond_the_pool_are_refused_with_numbers_and_others_go_on(

@@ -5,6 +5,7 @@ It knows requests and sequences, but no jobs.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from sgl_batch.checkpoint.model_directory import ModelSource
 from sgl_batch.config import BatchConfig, from_mapping, split_kwargs
 from sgl_batch.engine import launch
 from sgl_batch.engine.line_answers import LineAnswers
+from sgl_batch.engine.own_loop import OwnLoop
 from sgl_batch.engine.process_spec import ProcessSpec
 from sgl_batch.engine.rank_stats import merged_stats
 from sgl_batch.errors import ConfigError, EngineError
@@ -56,6 +58,7 @@ class Engine(processes.RankedEngine):
             start_method = FORKSERVER if platform == CPU_PLATFORM else SPAWN
         spec = self._spec = self.run_scheduler_process_func = ProcessSpec.begin(self.batch_config, start_method)
         self.run_detokenizer_process_func = spec.detokenizer
+        self._own_loop = OwnLoop()
         with processes.platform(platform), launch.start_errors(spec):
             super().__init__(server_args=server_args)
         self.own_processes = processes.processes_of(self.get_all_child_pids())
@@ -69,13 +72,23 @@ class Engine(processes.RankedEngine):
         spec.watch(self.tokenizer_manager.note_death)
 
     def shutdown(self) -> None:
-        """End this engine's processes, and wait for their end. Idempotent. Answers that are awaited are lost."""
+        """End this engine's processes, and wait for their end. Idempotent. Answers that are awaited are lost.
+
+        Tasks of an event loop that the engine has made are cancelled, and the loop is closed.
+        """
+        loop = getattr(self, "loop", None)
         try:
+            if loop is not None:
+                self._own_loop.end_tasks(loop)
             if self.tokenizer_manager is not None:
                 self.tokenizer_manager.grammar_process.close()
             processes.end_processes(self)
+            self._spec.processes.close()
+            if loop is not None:
+                self._own_loop.close(loop)
         finally:
             self._spec.end()
+        atexit.unregister(self.shutdown)
 
     def line_engine(self) -> LineAnswers:
         """Return this engine as jobs use it: a `jobs.line_engine.LineEngine`.

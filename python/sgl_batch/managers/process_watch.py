@@ -93,7 +93,7 @@ class ProcessWatch:
     def await_ready(self, readers: Sequence[Connection], senders: Sequence[BaseProcess]) -> list[dict[str, object]]:
         """Wait until each of `senders` has sent its info through its pipe; return the infos in the order of `readers`.
 
-        Raises ProcessEndedError as soon as any watched process ends.
+        It closes each of `readers` that has been read. Raises ProcessEndedError as soon as any watched process ends.
         """
         infos: dict[int, dict[str, object]] = {}
         self._look()
@@ -124,6 +124,13 @@ class ProcessWatch:
             reader.close()
         self._thread = None
 
+    def close(self) -> None:
+        """Wait for the processes, which have been ended, and close their descriptors. The watch has stopped."""
+        for _, process in self._named:
+            process.join(_END_S)
+            process.close()
+        self._named.clear()
+
     def _run(self, stopping: Connection, on_end: Callable[[str], None]) -> None:
         running = list(self._named)
         while running:
@@ -146,6 +153,7 @@ class ProcessWatch:
             info: dict[str, object] = reader.recv()
         except EOFError:
             raise self._ended(sender) from None
+        reader.close()
         return info
 
     def _raise_for_ended(self) -> None:

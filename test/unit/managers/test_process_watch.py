@@ -56,6 +56,21 @@ def start() -> Iterator[Start]:
         process.join()
 
 
+def test_after_their_end_no_descriptor_of_the_processes_is_left_open() -> None:
+    before, watch = os.listdir("/proc/self/fd"), ProcessWatch()
+    reader, writer = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=is_ready, args=(writer,))
+    process.start()
+    writer.close()
+    watch.add("the process", [process])
+    watch.await_ready([reader], [process])
+    watch.watch(lambda _: None)
+    watch.stop()
+    process.kill()
+    watch.close()
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_await_ready_returns_the_info_of_each_process(start: Start) -> None:
     watch, (first, second) = ProcessWatch(), (start(is_ready), start(is_ready))
     watch.add("the scheduler", [first[0], second[0]])

@@ -1,0 +1,51 @@
+"""Owns the end of the event loop that SGLang's engine makes where none runs: its tasks, then its descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+
+# How long cancelled tasks may take to end.
+_END_S = 2.0
+
+
+class OwnLoop:
+    """Ends an engine's loop, unless the loop is its user's. Made before the engine, in the thread that makes it."""
+
+    def __init__(self) -> None:
+        self._thread = None if _runs_inside_loop() else threading.get_ident()
+
+    def end_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel all tasks of the loop, and wait for their end."""
+        if not self._can_run(loop):
+            return
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            done, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=_END_S))
+            for task in done:
+                if not task.cancelled():
+                    task.exception()  # asyncio reports an exception that was never read; nothing awaits this one
+
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close the loop and its descriptors. It is the thread's current loop no more."""
+        if not self._can_run(loop):
+            return
+        with suppress(RuntimeError):  # the thread has no current loop
+            if asyncio.get_event_loop_policy().get_event_loop() is loop:
+                asyncio.set_event_loop(None)
+        loop.close()
+
+    def _can_run(self, loop: asyncio.AbstractEventLoop) -> bool:
+        is_here = self._thread == threading.get_ident() and not _runs_inside_loop()
+        return is_here and not loop.is_running() and not loop.is_closed()
+
+
+def _runs_inside_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,52 @@
+"""An engine's own event loop is closed with its tasks; that of its user is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+
+import pytest
+
+from sgl_batch.engine.own_loop import OwnLoop
+
+
+async def wait_and_fail() -> None:
+    try:
+        await asyncio.sleep(600)
+    finally:
+        raise ValueError("at its end")
+
+
+def test_a_loop_s_tasks_end_and_its_descriptors_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+    before = os.listdir("/proc/self/fd")
+    own, loop = OwnLoop(), asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    tasks = [loop.create_task(asyncio.sleep(600)), loop.create_task(wait_and_fail())]
+    loop.run_until_complete(asyncio.sleep(0))
+    own.end_tasks(loop)
+    assert all(task.done() for task in tasks)
+    for _ in range(2):
+        own.close(loop)
+    assert os.listdir("/proc/self/fd") == before
+    del tasks
+    gc.collect()
+    assert not caplog.records, "asyncio reports tasks that were lost"
+    with pytest.raises(RuntimeError, match="no current event loop"):
+        asyncio.get_event_loop_policy().get_event_loop()
+
+
+def test_a_loop_that_runs_when_the_engine_is_made_is_left_alone() -> None:
+    loop = asyncio.new_event_loop()
+
+    async def make() -> OwnLoop:
+        return OwnLoop()
+
+    own, task = loop.run_until_complete(make()), loop.create_task(asyncio.sleep(600))
+    own.end_tasks(loop)
+    own.close(loop)
+    assert not loop.is_closed()
+    assert not task.cancelling()
+    task.cancel()
+    loop.run_until_complete(asyncio.wait([task]))
+    loop.close()
