@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from sgl_batch.processor import read_processor
+
 # The flags that decide how fast a CPU multiplies in bf16 and int8.
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 _GPU_QUERY = "--query-gpu=name,memory.total,driver_version"
@@ -19,24 +21,13 @@ def gpu_text(line: str) -> str:
     return ", ".join([*known, f"driver {driver}"])
 
 
-def parse_cpuinfo(text: str) -> tuple[str, list[str]]:
-    """Return the model name of the first processor in /proc/cpuinfo, and its relevant flags."""
-    fields: dict[str, str] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    flags = set(fields.get("flags", "").split())
-    return fields.get("model name", platform.machine()), [flag for flag in _CPU_FLAGS if flag in flags]
-
-
 def hardware() -> dict[str, Any]:
     """Return the CPU model, the usable cores, instruction sets, memory in bytes, and GPUs: name, memory, driver."""
-    cpuinfo = Path("/proc/cpuinfo")
-    model, flags = parse_cpuinfo(cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "")
+    processor = read_processor()
     return {
-        "cpu": model,
+        "cpu": processor.name or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "cpu_flags": flags,
+        "cpu_flags": [flag for flag in _CPU_FLAGS if flag in processor.flags],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [gpu_text(line) for line in _lines("nvidia-smi", _GPU_QUERY, "--format=csv,noheader")],
         "system": platform.platform(),

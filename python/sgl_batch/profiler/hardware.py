@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+from sgl_batch.processor import read_processor
+
 # From the best on: what the kernels for matrix products choose by.
 _INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
 
 def hardware(root: Path = Path("/")) -> dict[str, Any]:
     """Return the machine's parts by name. `root`: where its /proc is."""
-    lines = _text(root / "proc/cpuinfo").splitlines()
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
-    flags = facts.get("flags", "").split()
+    processor = read_processor(root)
     gpus = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     models = [
         line.partition(":")[2].strip() for gpu in gpus for line in _text(gpu).splitlines() if line.startswith("Model")
@@ -22,9 +22,11 @@ def hardware(root: Path = Path("/")) -> dict[str, Any]:
     if not models and (root / "dev/nvidiactl").exists():
         models = ["of a name that cannot be read"]
     return {
-        "processor": facts.get("model name", "unknown"),
+        "processor": processor.name or "unknown",
         "cores": len(os.sched_getaffinity(0)),
-        "instruction_set": next((name for name in _INSTRUCTION_SETS if name in flags), "none of AVX2 and later"),
+        "instruction_set": next(
+            (name for name in _INSTRUCTION_SETS if name in processor.flags), "none of AVX2 and later"
+        ),
         "gpu": ", ".join(models) or None,
     }
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from comparison.machine import describe, parse_cpuinfo
+from comparison.machine import describe
 from comparison.report import Record, as_json, markdown, phase_counts, table
 from comparison.rounds import EngineRun, RoundResult, Settings
 from comparison.workload import random_workload
@@ -129,5 +129,3 @@ def test_the_record_is_json_with_raw_times_command_and_machine(record):
 
 def test_the_machine_line_names_missing_vector_units():
     assert describe(MACHINE) == "Some CPU, 2 cores; avx2 avx512f; no AMX; 24 GiB of memory"
-    model, flags = parse_cpuinfo("model name\t: A CPU\nflags\t\t: fpu avx2 amx_tile amx_bf16\n\nmodel name\t: B\n")
-    assert (model, flags) == ("A CPU", ["avx2", "amx_tile", "amx_bf16"])

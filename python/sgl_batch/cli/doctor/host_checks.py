@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.cli.doctor.machine import Machine
 from sgl_batch.cli.doctor.rows import Row, State
+from sgl_batch.processor import read_processor
 
 _PYTHONS = ((3, 11), (3, 13))  # from the first, below the second; as in pyproject.toml
 _LEAST_SHM_BYTES = 64 << 20
@@ -36,14 +37,13 @@ def python(_: Machine, version: tuple[int, ...] = sys.version_info[:3]) -> Seque
 def system(machine: Machine) -> Sequence[Row]:
     """Check the operating system, the processor, and how many cores this process may use."""
     cores = len(os.sched_getaffinity(0))
-    lines = (machine.text("proc/cpuinfo") or "").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = read_processor(machine.root).name or "unknown processor"
     known = platform.system() == "Linux" and platform.machine() in ("x86_64", "AMD64")
     return [
         Row(
             check="platform",
             state=State.OK if known else State.WARNING,
-            found=f"{platform.platform()}, {names[0] if names else 'unknown processor'}, {cores} cores",
+            found=f"{platform.platform()}, {processor}, {cores} cores",
             remedy="" if known else "sgl_batch is tested only on Linux on x86-64",
             values={"cores": cores},
         )
