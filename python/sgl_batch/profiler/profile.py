@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -20,7 +19,8 @@ from sgl_batch.planner.samples import PassSample, Profile, StepSample, profile_o
 from sgl_batch.profiler.cut_model import CutModel, cut
 from sgl_batch.profiler.hardware import hardware
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
-from sgl_batch.startup.choice_cache import model_hash, user_cache, versions
+from sgl_batch.startup.choice_cache import model_hash, versions
+from sgl_batch.user_cache import cache_directory, hashed_name, write_json
 
 # Seconds for the samples; the start of both processes comes on top.
 PASSES_S, STEPS_S, _AT_MOST_S = 22.0, 10.0, 300.0
@@ -37,8 +37,7 @@ def machine_facts(model: Path, *, dtype: str, weight_dtype: str) -> dict[str, An
 
 def profile_path(model: Path, *, dtype: str, weight_dtype: str) -> Path:
     """Return where the profile of a model is kept. The file says of which machine it is."""
-    key = json.dumps([model_hash(str(model)), dtype, weight_dtype])
-    return user_cache().parent / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return cache_directory() / "profiles" / hashed_name([model_hash(str(model)), dtype, weight_dtype])
 
 
 def read_profile(path: Path) -> Profile | None:
@@ -55,10 +54,7 @@ def read_profile(path: Path) -> Profile | None:
 def keep_profile(path: Path, profile: Profile) -> None:
     """Write the file in one step. Raises ConfigError where it cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as draft:
-            json.dump(profile.as_dict(), draft, indent=1)
-        os.replace(draft.name, path)
+        write_json(path, profile.as_dict())
     except OSError as error:
         raise ConfigError(f"the profile cannot be kept in {path}: {error}") from error
 

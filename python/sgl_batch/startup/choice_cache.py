@@ -9,13 +9,13 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sgl_batch.core.start_choices import Choice, choice_of
 from sgl_batch.installed_versions import versions_of
+from sgl_batch.user_cache import cache_directory, hashed_name, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,7 @@ class ChoiceKey:
     @property
     def file_name(self) -> str:
         """The name of the choice's file, the same for equal keys."""
-        text = json.dumps(asdict(self), sort_keys=True, default=str)
-        return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        return hashed_name(asdict(self))
 
 
 def versions() -> dict[str, str | None]:
@@ -57,10 +56,9 @@ def model_hash(model: str) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
+def choice_directory(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of this user's choices."""
-    base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sgl_batch" / "start_choices"
+    return cache_directory(environment) / "start_choices"
 
 
 class ChoiceCache:
@@ -84,14 +82,11 @@ class ChoiceCache:
         return [found for path in paths if (found := self._read(path)) is not None]
 
     def keep(self, key: ChoiceKey, choice: Choice) -> None:
-        """Write a choice. A reader sees the old file or the new one, whole. A write that fails is only a warning."""
+        """Write a choice in one step. A write that fails is only a warning."""
         path = self._directory / key.file_name
         content = {"format": FORMAT, "key": asdict(key), "choice": asdict(choice)}
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._directory, delete=False, encoding="utf-8") as draft:
-                json.dump(content, draft, indent=2)
-            os.replace(draft.name, path)
+            write_json(path, content)
         except OSError as error:
             logger.warning("the choice of %s is not kept, and is measured again: %s: %s", key.option, path, error)
 

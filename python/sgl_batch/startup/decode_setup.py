@@ -20,7 +20,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.model_executor.decode_trial import DecodeTrial
 from sgl_batch.model_executor.model_runner import BatchModelRunner
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
+from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, choice_directory, model_hash, versions
 from sgl_batch.startup.self_check import settle, settle_once
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def _measured(runner: BatchModelRunner, context: RunContext, *, has_adapter: boo
 
     if deterministic or len(modes) == 1:
         return measured()
-    choice = settle_once(ChoiceCache(user_cache()), key, modes.__contains__, measured)
+    choice = settle_once(ChoiceCache(choice_directory()), key, modes.__contains__, measured)
     logger.info("decode groups are computed by %s", choice.why)
     return choice
 

@@ -15,7 +15,7 @@ from sgl_batch.model_executor.expert_trial import ExpertTrial
 from sgl_batch.model_executor.time_budget import TimeBudget
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.sglang_adapter.types.models import ExpertLayer
-from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
+from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, choice_directory, model_hash, versions
 from sgl_batch.startup.self_check import measure, settle_once
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class ExpertSetup:
                 found = measure(names, trial.run, _merged, time_is_up, failed="experts are not computed by")
             return choose_runners(names, tokens, found, dtype=shape.dtype)
 
-        choice = settle_once(ChoiceCache(user_cache()), key, lambda mode: _can_compute(names, mode), measured)
+        choice = settle_once(ChoiceCache(choice_directory()), key, lambda mode: _can_compute(names, mode), measured)
         logger.info("experts are computed by %s", choice.why)
         return choice
 

@@ -20,7 +20,7 @@ from sgl_batch.cli.doctor.rows import Check, Row, State, can_run, table
 from sgl_batch.cli.doctor.running import run_checks
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
-from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
+from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, choice_directory, model_hash, versions
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3-moe"
 
@@ -262,7 +262,7 @@ def test_the_choices_of_self_checks_on_this_device_are_shown(tmp_path):
     here = Machine(environment={"XDG_CACHE_HOME": str(tmp_path)}, load=loader(torch=Gpu), model=MODEL)
     (none,) = model_checks.self_checks(here)
     assert none.found == "not measured on this machine"
-    cache, settings = ChoiceCache(user_cache(here.environment)), {"sizes": [256, 16]}
+    cache, settings = ChoiceCache(choice_directory(here.environment)), {"sizes": [256, 16]}
     for device, model, why in (
         ("NVIDIA H200", model_hash(str(MODEL)), "sglang: 1.00 ms"),
         ("NVIDIA H200", "another", "eager: 2.00 ms"),

@@ -24,7 +24,7 @@ from sgl_batch.startup.decode_setup import settle_decode
 def settled(tmp_path, monkeypatch):
     """Return the choice with these flags, and the mode that the runner then computes by."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(decode_setup, "user_cache", lambda: tmp_path / "choices")
+    monkeypatch.setattr(decode_setup, "choice_directory", lambda: tmp_path / "choices")
 
     def settle(*, has_adapter=True, latent=False, deterministic=False, on_cpu=True, **flags) -> tuple[Choice, str]:
         in_force = PlanInForce(from_mapping(flags))

@@ -45,7 +45,7 @@ def runners():
 
 @pytest.fixture
 def settled(tmp_path, monkeypatch, runners):
-    monkeypatch.setattr(expert_setup, "user_cache", lambda: tmp_path)
+    monkeypatch.setattr(expert_setup, "choice_directory", lambda: tmp_path)
 
     def settle(names=NAMES, *, deterministic=False, num_ranks=1, budget_s=20.0, **flags):
         runners.calls.clear()

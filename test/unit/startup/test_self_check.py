@@ -11,7 +11,7 @@ import pytest
 from sgl_batch.core.decode_choice import COROUTINE, SGLANG, Measured, TimeUp
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.model_executor.time_budget import TimeBudget
-from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
+from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, model_hash, versions
 from sgl_batch.startup.self_check import settle, settle_once
 
 KEY = ChoiceKey(
@@ -142,7 +142,6 @@ def test_the_key_has_the_models_configuration_and_versions(tmp_path):
     (tmp_path / "config.json").write_text('{"layers": 2}')
     assert len({first, model_hash(str(tmp_path)), model_hash("org/name")}) == 3
     assert set(versions()) == {"sgl-batch", "sglang", "torch"}
-    assert user_cache({"XDG_CACHE_HOME": "/x"}).parts[1:3] == ("x", "sgl_batch")
 
 
 def test_all_self_checks_share_one_budget_of_time():

@@ -10,7 +10,7 @@ from sgl_batch.cli.doctor.machine import Machine
 from sgl_batch.cli.doctor.rows import Row, State
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.errors import ConfigError
-from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, model_hash, user_cache, versions
+from sgl_batch.startup.choice_cache import ChoiceCache, ChoiceKey, choice_directory, model_hash, versions
 from sgl_batch.startup.model_checks import check_any_device
 
 
@@ -33,7 +33,7 @@ def self_checks(machine: Machine) -> Sequence[Row]:
     device = machine.load("torch").cuda.get_device_name(0) if machine.has_gpu else "cpu"
     kept = [
         (key, choice)
-        for key, choice in ChoiceCache(user_cache(machine.environment)).kept()
+        for key, choice in ChoiceCache(choice_directory(machine.environment)).kept()
         if key.device == device and key.versions == versions()
     ]
     wanted = None if machine.model is None else model_hash(str(machine.model))
