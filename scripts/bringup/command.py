@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 from bringup.folder_lock import FolderHeld, held
+from bringup.machine import Machine
 from bringup.runner import Bringup, Wanted
-from bringup.stages import ROOT, Machine, Runs, Stage, all_stages
+from bringup.stages import ROOT, Runs, Stage, all_stages
 
 OUT = ROOT / "benchmark" / "out" / "gpu-bringup"
 DESCRIPTION = """\

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bringup.machine import Machine
 from bringup.tokens import NEAR_TIE
-
-if TYPE_CHECKING:
-    from bringup.stages import Machine
 
 _TEST_MODELS = Path(__file__).resolve().parents[2] / "test" / "models"
 QWEN, MIXTRAL, DEEPSEEK = "random-qwen3-moe", "random-mixtral", "tiny-deepseek-v3"

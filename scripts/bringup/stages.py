@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bringup.engine_stages import Engine, engines
+from bringup.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -25,24 +26,6 @@ class Runs(enum.Enum):
     ANYWHERE = "anywhere"
     EITHER = "GPU or CPU"
     GPU = "GPU"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """The machine of a bring-up. `device`: cuda or cpu; `folder`: of logs and results.
-
-    `benchmark_minutes`: for each regime.
-    """
-
-    device: str
-    dtype: str
-    folder: Path
-    attention_backend: str = "triton"
-    benchmark_minutes: float = 9.0
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device == "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ from bringup.command import main
 from bringup.decode_trace import step_cost
 from bringup.engine_stages import FAMILIES_BESIDE, engines
 from bringup.folder_lock import held
-from bringup.stages import BENCHMARKS, HERE, ROOT, Machine, Runs, all_stages
+from bringup.machine import Machine
+from bringup.stages import BENCHMARKS, HERE, ROOT, Runs, all_stages
 from sgl_batch.config import field_names, split_kwargs
 from sgl_batch.core import supported_models
 from sgl_batch.core.supported_models import has_adapter
