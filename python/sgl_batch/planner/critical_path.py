@@ -16,6 +16,8 @@ class Node:
         after: Indices of nodes.
         cores: The share of the device's cores that it keeps busy, 0 to 1.
         num_bytes: What it reads or writes in the other tier.
+        stream: What it runs on: nodes of one stream run one behind the other.
+        layer: Of which layer it is.
     """
 
     kind: str
@@ -23,6 +25,8 @@ class Node:
     after: tuple[int, ...] = ()
     cores: float = 1.0
     num_bytes: float = 0.0
+    stream: str = ""
+    layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,14 @@ def critical_path(graph: Sequence[Node]) -> CriticalPath:
         chain.append(at)
         at = last_before[at]
     return CriticalPath(seconds, tuple(reversed(chain)))
+
+
+def start_times(graph: Sequence[Node]) -> list[float]:
+    """Return when each node of a graph in topological order starts, if it starts as soon as it can."""
+    starts: list[float] = []
+    for node in graph:
+        starts.append(max((starts[before] + graph[before].seconds for before in node.after), default=0.0))
+    return starts
 
 
 def busy_s(graph: Sequence[Node]) -> float:

@@ -1,7 +1,8 @@
-"""Decides by a prediction how much of a batch is done within a time: all of it, or how many requests of the same mix."""
+"""Decides by predictions how much of a batch is done within a time: all of it, or so many requests of the same mix."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ def parse_deadline(text: str) -> float:
     """Return the seconds of a text such as 90s, 10m or 1.5h. Raises ConfigError for any other text."""
     found = _WRITTEN.fullmatch(text.strip())
     seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise ConfigError(f"--deadline is {text!r}; it takes a time with its unit, more than 0: 90s, 10m or 1.5h")
     return seconds
 

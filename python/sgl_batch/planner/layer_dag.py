@@ -22,6 +22,7 @@ from sgl_batch.planner.critical_path import Node, busy_s, critical_path
 ATTENTION, WRITE, EXPERTS, EXCHANGE = "attention", "hidden-state write", "experts", "exchange"
 RESTORE, OFFLOAD, FETCH = "KV restore", "KV offload", "weight fetch"
 COPIES = (RESTORE, OFFLOAD, FETCH)
+COMPUTE, EXCHANGED, TO_DEVICE, TO_STORE, WEIGHTS = "compute", "exchange", "to the device", "to the store", "weights"
 _KV_SLOTS = 2
 _UNROLLED = 2
 
@@ -80,16 +81,21 @@ class LayerWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """What a layer takes in the steady state, and the kind of work that most of its critical path is."""
+    """What a layer takes in the steady state, and the kind of work that most of its critical path is.
+
+    `waits_s`: of the computation for copies; `hideable_s`: how much less it would wait with another group's work in
+    between, until the copies themselves take longest.
+    """
 
     seconds: float
     waits_s: float
     bottleneck: str
+    hideable_s: float = 0.0
 
 
 class _Builder:
     def __init__(self, work: LayerWork) -> None:
-        self.work, self.nodes = work, list[Node]()
+        self.work, self.nodes, self.layer = work, list[Node](), 0
         self._last: dict[str, int] = {}
 
     def add(self, kind: str, stream: str, work: Work, *after: int | None) -> int | None:
@@ -99,7 +105,15 @@ class _Builder:
         before = [index for index in (*after, self._last.get(stream)) if index is not None]
         cores = self.work.copy_cores if kind in COPIES else 1.0
         self.nodes.append(
-            Node(kind=kind, seconds=work.seconds, after=tuple(set(before)), cores=cores, num_bytes=work.num_bytes)
+            Node(
+                kind=kind,
+                seconds=work.seconds,
+                after=tuple(set(before)),
+                cores=cores,
+                num_bytes=work.num_bytes,
+                stream=stream,
+                layer=self.layer,
+            )
         )
         self._last[stream] = len(self.nodes) - 1
         return self._last[stream]
@@ -112,23 +126,24 @@ def build(work: LayerWork, num_layers: int) -> list[Node]:
     taken: list[int | None] = []
     experts_done: list[int | None] = []
     for layer in range(num_layers):
+        graph.layer = layer
         read_before = experts_done[layer - work.weight_slots] if layer >= work.weight_slots else None
-        fetched = graph.add(FETCH, "weights", work.fetch, read_before)
+        fetched = graph.add(FETCH, WEIGHTS, work.fetch, read_before)
         group_done = experts_done[-1] if experts_done else None
         written: list[int | None] = []
         last: int | None = group_done
         for sub in work.sub_batches:
             free = attended[-_KV_SLOTS] if len(attended) >= _KV_SLOTS else None
-            restored = graph.add(RESTORE, "to the device", sub.restore, free)
+            restored = graph.add(RESTORE, TO_DEVICE, sub.restore, free)
             # KV goes to the store from the buffer that the second last sub-batch has filled.
             emptied = taken[-_KV_SLOTS] if len(taken) >= _KV_SLOTS else None
-            attention = graph.add(ATTENTION, "compute", sub.attention, restored, group_done, emptied)
+            attention = graph.add(ATTENTION, COMPUTE, sub.attention, restored, group_done, emptied)
             attended.append(attention)
-            taken.append(graph.add(OFFLOAD, "to the store", sub.offload, attention))
-            written.append(graph.add(WRITE, "compute", sub.write, attention))
-            last = graph.add(EXPERTS, "compute", sub.experts, fetched, attention)
-        sent = graph.add(EXCHANGE, "exchange", work.exchange, *written)
-        computed = graph.add(EXPERTS, "compute", work.experts, fetched, sent, *written, attended[-1])
+            taken.append(graph.add(OFFLOAD, TO_STORE, sub.offload, attention))
+            written.append(graph.add(WRITE, COMPUTE, sub.write, attention))
+            last = graph.add(EXPERTS, COMPUTE, sub.experts, fetched, attention)
+        sent = graph.add(EXCHANGE, EXCHANGED, work.exchange, *written)
+        computed = graph.add(EXPERTS, COMPUTE, work.experts, fetched, sent, *written, attended[-1])
         experts_done.append(computed if computed is not None else last)
     return graph.nodes
 
@@ -154,7 +169,8 @@ def _steady_state(work: LayerWork) -> LayerTime:
     chained = (path.seconds - critical_path(few).seconds) / _UNROLLED
     busy = (busy_s(more) - busy_s(few)) / _UNROLLED
     computing = sum(node.seconds for node in more if node.kind not in COPIES) / (2 * _UNROLLED)
-    seconds = max(chained, busy)
+    copying = _copying_s(work)
+    seconds = max(chained, busy, copying)
     by_kind: dict[str, float] = {}
     for index in path.nodes:
         by_kind[more[index].kind] = by_kind.get(more[index].kind, 0.0) + more[index].seconds
@@ -162,4 +178,14 @@ def _steady_state(work: LayerWork) -> LayerTime:
         seconds=seconds,
         waits_s=max(seconds - computing, 0.0),
         bottleneck=max(by_kind, key=by_kind.__getitem__, default=ATTENTION),
+        # On a CPU copies take cores from computation: nothing hides.
+        hideable_s=0.0 if work.copy_cores else max(seconds - max(computing, copying), 0.0),
     )
+
+
+def _copying_s(work: LayerWork) -> float:
+    """Return the seconds that a layer's copies take by themselves. One link brings KV and weights to a GPU."""
+    restores = sum(sub.restore.seconds for sub in work.sub_batches)
+    offloads = sum(sub.offload.seconds for sub in work.sub_batches)
+    coming = (restores, work.fetch.seconds)
+    return max(max(coming) if work.copy_cores else sum(coming), offloads)

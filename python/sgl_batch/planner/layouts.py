@@ -56,9 +56,11 @@ class Layout:
 
     @property
     def flags(self) -> list[str]:
-        """Return SGLang's flags of an instance."""
+        """Return SGLang's flags of an instance; none for what cannot run."""
+        if self.ranks == 1 or not self.is_implemented:
+            return []
         ranks = str(self.ranks)
-        return ["--tp", ranks, "--dp", ranks, "--ep", ranks, "--enable-dp-attention"] if self.ranks > 1 else []
+        return ["--tp", ranks, "--dp", ranks, "--ep", ranks, "--enable-dp-attention"]
 
     def text(self) -> str:
         """Return the layout in words."""
@@ -69,14 +71,20 @@ class Layout:
 ONE_GPU: Final = Layout()
 
 
+def parse_gpus(text: str) -> int:
+    """Return the number of GPUs that `--gpus` says. Raises ConfigError for any other text."""
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(_MOST_GPUS)) else 0
+    if not 1 <= number <= _MOST_GPUS:
+        raise ConfigError(f"--gpus is {text!r}; it takes a number of GPUs from 1 to {_MOST_GPUS:,}")
+    return number
+
+
 def layouts(gpus: int, model: ModelLayers) -> list[Layout]:
-    """Return the layouts of so many GPUs, the fewest ranks first. Raises ConfigError for a number that is no number.
+    """Return the layouts of so many GPUs, the fewest ranks first.
 
     Ranks divide the number of experts. A model without experts is whole on each rank, so that further ranks are further
     instances. Tensor parallel ranks divide the KV heads, or share one.
     """
-    if not 1 <= gpus <= _MOST_GPUS:
-        raise ConfigError(f"--gpus is {gpus}; it takes a number of GPUs from 1 to {_MOST_GPUS}")
     divisors = [ranks for ranks in range(1, gpus + 1) if gpus % ranks == 0]
     shared = [ranks for ranks in divisors if ranks == 1 or (MOE in model.layers and model.experts % ranks == 0)]
     tensor = [ranks for ranks in divisors if 1 < ranks <= GPUS_OF_A_MACHINE and max(model.kv_heads, ranks) % ranks == 0]

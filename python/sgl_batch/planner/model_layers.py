@@ -64,7 +64,8 @@ class ModelLayers:
         """
         if not self.experts:
             return 0.0
-        return self.experts * (1 - (1 - self.top_k / self.experts) ** (rows * self.ranks)) / self.ranks
+        missed = float((1 - self.top_k / self.experts) ** (rows * self.ranks))
+        return self.experts * (1 - missed) / self.ranks
 
     def expert_bytes(self, kind: str) -> Callable[[float], float]:
         """Return the bytes that the experts of a layer, or its MLP, read for so many rows."""

@@ -19,11 +19,15 @@ _CACHED_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
-    """Seconds of a pass by part, and by what bounds them, and what most of the layers' critical path is."""
+    """Seconds of a pass by part, and by what bounds them, and what most of the layers' critical path is.
+
+    `hideable_s`: of its waits for copies, what two groups by turns would hide.
+    """
 
     parts: defaultdict[str, float]
     bounds: defaultdict[str, float]
     bottleneck: str
+    hideable_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -148,6 +152,7 @@ class PassCost:
         parts = defaultdict[str, float](float, attention=passes_s)
         bounds = defaultdict[str, float](float, {OVERHEAD: passes_s})
         bottlenecks = defaultdict[str, float](float)
+        hideable_s = 0.0
         for kind, count in self._model.layers.items():
             work = self._layer(group, kind)
             router, experts = self._costs.router[kind], self._costs.experts[kind]
@@ -165,7 +170,9 @@ class PassCost:
                 _add(bounds, router.bounds(rows), count)
                 _add(bounds, experts.bounds(rows), count)
             bottlenecks[time.bottleneck] += count * time.seconds
-        return PassTime(parts=parts, bounds=bounds, bottleneck=max(bottlenecks, key=bottlenecks.__getitem__))
+            hideable_s += count * time.hideable_s
+        bottleneck = max(bottlenecks, key=bottlenecks.__getitem__)
+        return PassTime(parts=parts, bounds=bounds, bottleneck=bottleneck, hideable_s=hideable_s)
 
     def _layer(self, group: _Group, kind: str) -> LayerWork:
         router, experts = self._costs.router[kind], self._costs.experts[kind]

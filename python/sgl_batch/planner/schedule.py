@@ -33,12 +33,14 @@ class Room:
 class Prediction:
     """The predicted run of a batch. `parts`: seconds by part; `bottlenecks`: seconds by what passes mostly waited for.
 
-    `bounds`: seconds by what bounds them: memory, compute, copies, exchange, fixed overhead.
+    `hideable_s`: waits for copies that two groups by turns would hide. `bounds`: seconds by what bounds them: memory,
+    compute, copies, exchange, fixed overhead.
 
     `steps`, `rows`: decode steps, and the rows of all of them together; `groups`: prefill groups.
     """
 
     seconds: float = 0.0
+    hideable_s: float = 0.0
     prefill_s: float = 0.0
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     bottlenecks: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -55,7 +57,7 @@ class Prediction:
     def plus(self, other: Prediction, times: float) -> Prediction:
         """Return this one and `times` the other one."""
         made = Prediction()
-        for name in ("seconds", "prefill_s", "steps", "rows", "groups"):
+        for name in ("seconds", "hideable_s", "prefill_s", "steps", "rows", "groups"):
             setattr(made, name, getattr(self, name) + times * getattr(other, name))
         for name in ("parts", "bottlenecks", "bounds"):
             mine, its = getattr(self, name), getattr(other, name)
@@ -127,6 +129,7 @@ class _Run:
         """Add a time that comes `times` times."""
         seconds = time.seconds
         self.found.seconds += times * seconds
+        self.found.hideable_s += times * time.hideable_s
         self.found.bottlenecks[time.bottleneck] += times * seconds
         for mine, its in ((self.found.parts, time.parts), (self.found.bounds, time.bounds)):
             for name, value in its.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +12,7 @@ from sgl_batch.planner.candidate import DEVICE, EXCLUSIVE, INCLUSIVE, RESIDENT, 
 from sgl_batch.planner.cost_model import CostModel
 from sgl_batch.planner.layouts import ONE_GPU, Layout
 from sgl_batch.planner.model_layers import MOE, ModelLayers
-from sgl_batch.planner.pass_cost import COPIES, WEIGHTS, PassCost
+from sgl_batch.planner.pass_cost import PassCost
 from sgl_batch.planner.schedule import Prediction, Room, predict
 from sgl_batch.planner.workload import Workload
 
@@ -92,13 +93,17 @@ def search(workload: Workload, costs: CostModel, model: ModelLayers, allowed: Al
     Prefill limits are chosen first, by the time of the prompts alone: the few best are tried with all decode limits.
     """
     found: list[Planned] = []
-    lacks, tried = "", 0
+    lacks, lacking, tried = "", math.inf, 0
     for candidate in _candidates(workload, costs, model, allowed):
         tried += 1
         memory = memory_of(candidate)
         prediction = None if memory.lacks else predict_candidate(candidate, workload, costs, model, allowed, memory)
         if prediction is None:
-            lacks = memory.lacks or lacks or "a sequence of the workload does not fit into the pages of KV"
+            if memory.taken < lacking:
+                lacks, lacking = (
+                    memory.lacks or "a sequence of the workload does not fit into the pages of KV",
+                    memory.taken,
+                )
             continue
         found.append(Planned(candidate=candidate, memory=memory, prediction=prediction))
     found.sort(key=_seconds)
@@ -108,7 +113,7 @@ def search(workload: Workload, costs: CostModel, model: ModelLayers, allowed: Al
     equal = [one for one in found if one.prediction.seconds <= (1 + _EQUAL) * fastest_s]
     best = min(equal, key=lambda one: (one.memory.taken, one.prediction.seconds))
     copying = [one for one in found if one.candidate.kv == STREAMED or one.candidate.weights != RESIDENT]
-    others = sorted((_interleaved(one, allowed) for one in copying), key=_seconds)
+    others = sorted((_interleaved(one) for one in copying), key=_seconds)
     return Outcome(
         ranked=[best, *(one for one in found if one is not best)],
         not_implemented=[one for one in others if one.prediction.seconds < (1 - _EQUAL) * fastest_s],
@@ -129,9 +134,7 @@ def search_layouts(among: Sequence[Layout], search_one: Callable[[Layout], Outco
     for layout in among:
         outcome = search_one(layout)
         tried += outcome.tried
-        placed, faster = (
-            [replace(one, layout=layout) for one in of] for of in (outcome.ranked, outcome.not_implemented)
-        )
+        placed = [replace(one, layout=layout) for one in outcome.ranked]
         bests.append((layout, placed[0] if placed else None, outcome.lacks))
         if layout.is_implemented:
             ranked += placed
@@ -158,17 +161,16 @@ def _seconds(planned: Planned) -> float:
     return planned.prediction.seconds
 
 
-def _interleaved(planned: Planned, allowed: Allowed) -> Planned:
-    """Return a plan of two groups by turns: one's copies hide behind the other's computation.
+def _interleaved(planned: Planned) -> Planned:
+    """Return a plan of two groups by turns: one's copies hide behind the other's computation, as far as they fit.
 
     On a CPU, where copies take cores from computation, nothing hides.
     """
     prediction = planned.prediction
-    hidden = sum(prediction.parts[part] for part in (COPIES, WEIGHTS)) if not allowed.cores else 0.0
     return Planned(
         candidate=replace(planned.candidate, interleaved=True),
         memory=planned.memory,
-        prediction=replace(prediction, seconds=prediction.seconds - hidden),
+        prediction=replace(prediction, seconds=prediction.seconds - prediction.hideable_s),
     )
 
 

@@ -162,10 +162,11 @@ def _exchange(sheet: DataSheet, model: ModelLayers, layout: Layout, assumed: Ass
     elif layout.machines > 1:
         over, rate, source = "the network between machines", assumed.network_bytes_per_s, ASSUMED
     share = assumed.exchange_share
+    over = f"over {over} at {rate / 1e9:,.0f} GB/s each way ({source})"
     return ExchangeCost(
         row_bytes=exchange_row_bytes(model, layout),
         bytes_per_s=rate * share,
         fixed_s=assumed.exchange_s,
         kinds=frozenset((MOE, DENSE) if layout.tensor else (MOE,)),
-        label=f"over {over} at {rate / 1e9:,.0f} GB/s ({source}), of which {share:.0%} are {ASSUMED}",
+        label=f"{over}, of which {share:.0%} are reached ({ASSUMED})",
     )

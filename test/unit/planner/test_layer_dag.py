@@ -7,6 +7,7 @@ import pytest
 from sgl_batch.planner.critical_path import Node, critical_path
 from sgl_batch.planner.layer_dag import (
     ATTENTION,
+    EXCHANGE,
     EXPERTS,
     FETCH,
     RESTORE,
@@ -97,3 +98,25 @@ def test_a_fused_sub_batch_has_its_own_expert_call():
 def test_kv_that_leaves_slowly_holds_up_the_sub_batches_behind():
     work = LayerWork(sub_batches=[sub_batch(1, offload=5)] * 4, experts=Work(seconds=1))
     assert layer_time(work).seconds == pytest.approx(20)
+
+
+def test_other_work_hides_waits_until_the_copies_take_longest():
+    waiting = layer_time(LayerWork(sub_batches=[sub_batch(2, restore=3)] * 2, experts=Work(seconds=4)))
+    assert waiting.seconds - waiting.hideable_s == pytest.approx(8)
+    copying = layer_time(LayerWork(sub_batches=[sub_batch(1, restore=5)] * 2, experts=Work(seconds=1)))
+    assert copying.seconds - copying.hideable_s == pytest.approx(10)
+
+
+def test_on_a_cpu_other_work_hides_nothing():
+    work = LayerWork(sub_batches=[sub_batch(2, restore=3)] * 2, experts=Work(seconds=4), copy_cores=0.5)
+    assert layer_time(work).hideable_s == 0
+
+
+def test_one_link_brings_kv_and_weights_to_a_gpu():
+    both = LayerWork(sub_batches=[sub_batch(1, restore=4)], experts=Work(seconds=1), fetch=Work(seconds=5))
+    assert layer_time(both).seconds == pytest.approx(9)
+
+
+def test_an_exchange_is_waited_for():
+    time = layer_time(LayerWork(sub_batches=[sub_batch(1)], experts=Work(seconds=2), exchange=Work(seconds=4)))
+    assert (time.seconds, time.waits_s, time.bottleneck) == (7, 0, EXCHANGE)

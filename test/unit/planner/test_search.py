@@ -42,12 +42,25 @@ def test_of_equal_plans_the_one_with_less_memory_is_taken():
     assert all(one.memory.taken >= outcome.ranked[0].memory.taken for one in near)
 
 
+def only_many_sub_batches(candidate: Candidate) -> MemoryMap:
+    """Room for nothing but four sub-batches of 64, between which two buffers of KV leave gaps in the copies."""
+    lacks = "" if (candidate.b_attn_decode, candidate.b_moe_decode) == (64, 256) else "another size"
+    return MemoryMap(phases={}, room=Room(device=100_000, store=100_000), lacks=lacks)
+
+
 def test_a_mechanism_that_is_not_built_is_never_chosen():
-    outcome = found("128:16x128", kv=(STREAMED,), cores=0)
+    layers = made.layers()
+    costs = fit(made.profile(rates={"copy": 2e10}), layers)
+    allowed = Allowed(kv=(STREAMED,), cores=0)
+    outcome = search(parse_workload("1024:64x256"), costs, layers, allowed, only_many_sub_batches)
     assert outcome.not_implemented
     assert all(one.candidate.is_implemented for one in outcome.ranked)
     assert not any(one.candidate.is_implemented for one in outcome.not_implemented)
     assert outcome.not_implemented[0].prediction.seconds < outcome.ranked[0].prediction.seconds
+
+
+def test_two_groups_by_turns_are_no_faster_than_their_copies():
+    assert found("128:16x128", kv=(STREAMED,), cores=0).not_implemented == []
 
 
 def test_on_a_cpu_interleaved_groups_would_gain_nothing():

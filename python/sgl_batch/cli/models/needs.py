@@ -6,7 +6,7 @@ The arithmetic of budgets is core's, as in an engine. What only a running proces
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
@@ -38,6 +38,8 @@ class Model:
     config: Mapping[str, Any]
     tensors: list[ModelTensor]
     dtype: str
+    # Sums over thousands of tensors, which a search asks for again and again.
+    _weight_bytes: dict[bool, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def item_bytes(self) -> int:
@@ -63,6 +65,11 @@ class Model:
 
     def weight_bytes(self, *, int8: bool = False) -> tuple[int, int]:
         """Return the bytes of all weights on a device, and of the routed experts among them."""
+        if int8 not in self._weight_bytes:
+            self._weight_bytes[int8] = self._sum_of_weights(int8=int8)
+        return self._weight_bytes[int8]
+
+    def _sum_of_weights(self, *, int8: bool) -> tuple[int, int]:
         tied = bool(self.config.get("tie_word_embeddings"))
         own = [tensor for tensor in self.tensors if not (tied and tensor.name.startswith("lm_head."))]
         sizes = [(self._bytes_of(tensor, int8=int8), tensor.is_expert) for tensor in own]

@@ -1,21 +1,25 @@
-"""Makes the texts of `sgl-batch plan`: what is chosen, what it takes, and where each number is from."""
+"""Makes what `sgl-batch plan` says as plain data: the choice, its time and memory, and where each number is from."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
+from sgl_batch.cli.plan.durations import in_words
 from sgl_batch.planner.candidate import NOT_IMPLEMENTED, flags_of
+from sgl_batch.planner.data_sheets import DataSheet
+from sgl_batch.planner.deadline import WithinDeadline
+from sgl_batch.planner.layouts import Layout
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, Outcome, Planned
+from sgl_batch.planner.sheet_costs import ASSUMED, DATA_SHEET, Assumptions
 from sgl_batch.planner.workload import Workload
 
 MEASURED, FITTED, COUNTED = "measured here", "fitted", "counted"
+# Of seconds that a data sheet and assumptions give together.
+FROM_SHEET = f"{DATA_SHEET}, {ASSUMED}"
 _SHOWN_PARTS = 3
-_WIDTH = 112
-_NAME_WIDTH = 12
+_EQUAL_SHARE = 0.005
 
 
 def workload_message(workload: Workload) -> dict[str, Any]:
@@ -30,25 +34,48 @@ def workload_message(workload: Workload) -> dict[str, Any]:
     }
 
 
+def hardware_message(sheet: DataSheet, gpus: int, assumed: Assumptions) -> dict[str, Any]:
+    """Return the figures of a data sheet and all that is assumed beside them."""
+    figures = ("memory_bytes", "memory_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s", "pcie_bytes_per_s")
+    return {
+        "name": sheet.name,
+        "title": sheet.title,
+        "gpus": gpus,
+        "figures": {name: getattr(sheet, name) for name in (*figures, "nvlink_bytes_per_s", "nvlink_gpus")},
+        "source": DATA_SHEET,
+        "document": sheet.source,
+        "assumptions": {**assumed.listed(), "source": ASSUMED},
+        "measured": None,
+    }
+
+
 def memory_message(memory: MemoryMap) -> dict[str, Any]:
-    """Return bytes by phase and use."""
+    """Return bytes by phase and use, of one device."""
     phases = {phase: dict(uses) for phase, uses in memory.phases.items()}
     return {**phases, "kv_pages": memory.room.device, "store_pages": memory.room.store, "source": COUNTED}
 
 
-def prediction_message(prediction: Prediction) -> dict[str, Any]:
+def prediction_message(prediction: Prediction, source: str) -> dict[str, Any]:
     """Return a prediction's numbers."""
+    whole = max(sum(prediction.bounds.values()), 1e-12)
+    bounds = sorted(((name, seconds) for name, seconds in prediction.bounds.items() if seconds > 0), key=_longest)
     return {
         "seconds": round(prediction.seconds, 3),
         "prefill_s": round(prediction.prefill_s, 3),
         "decode_s": round(prediction.seconds - prediction.prefill_s, 3),
         "parts_s": {name: round(seconds, 3) for name, seconds in prediction.parts.items() if seconds > 0},
+        "bounds_s": {name: round(seconds, 3) for name, seconds in bounds},
+        "bound_shares": {name: round(seconds / whole, 4) for name, seconds in bounds},
         "bottleneck": bottleneck(prediction),
         "decode_steps": round(prediction.steps),
         "mean_rows": round(prediction.mean_rows, 1),
         "prefill_groups": round(prediction.groups),
-        "source": FITTED,
+        "source": source,
     }
+
+
+def _longest(named: tuple[str, float]) -> float:
+    return -named[1]
 
 
 def bottleneck(prediction: Prediction) -> str:
@@ -56,101 +83,96 @@ def bottleneck(prediction: Prediction) -> str:
     return max(prediction.parts, key=prediction.parts.__getitem__)
 
 
-def outcome_message(outcome: Outcome) -> dict[str, Any]:
-    """Return what a search found. Without a plan that fits, only why."""
-    if not outcome.ranked:
-        return {"plan": None, "why": outcome.lacks, "tried": outcome.tried}
-    best, *others = outcome.ranked
-    message = {"plan": _planned(best), "memory": memory_message(best.memory), "tried": outcome.tried}
-    if others:
-        message["runner_up"] = {**_planned(others[0]), "why_it_lost": why_it_lost(best, others[0])}
+def layout_message(layout: Layout) -> dict[str, Any]:
+    """Return how the GPUs are shared out."""
+    return {
+        "instances": layout.instances,
+        "ranks": layout.ranks,
+        "tensor_parallel": layout.tensor,
+        "text": layout.text(),
+        **({"label": layout.label} if layout.label else {}),
+    }
+
+
+def outcome_message(outcome: Outcome, source: str) -> dict[str, Any]:
+    """Return what a search found. Without a plan that fits, only why, and what is modelled only."""
+    message: dict[str, Any] = {"plan": None, "why": outcome.lacks, "tried": outcome.tried}
+    if outcome.ranked:
+        best, *others = outcome.ranked
+        message = {
+            "plan": _planned(best, source),
+            "memory": memory_message(best.memory),
+            "tried": outcome.tried,
+        }
+        if others:
+            message["runner_up"] = {**_planned(others[0], source), "why_it_lost": why_it_lost(best, others[0])}
     if outcome.not_implemented:
-        message["not_implemented"] = {**_planned(outcome.not_implemented[0]), "label": NOT_IMPLEMENTED}
+        first = outcome.not_implemented[0]
+        message["not_implemented"] = {**_planned(first, source), "label": not_implemented_label(first)}
+    if len(outcome.layouts) > 1:
+        message["layouts"] = [_layout(*one, source) for one in outcome.layouts]
     return message
 
 
-def _planned(planned: Planned) -> dict[str, Any]:
-    return {"flags": flags_of(planned.candidate.settings), **prediction_message(planned.prediction)}
+def not_implemented_label(planned: Planned) -> str:
+    """Return what of a plan is not built."""
+    if not planned.layout.is_implemented:
+        return planned.layout.label
+    return f"{NOT_IMPLEMENTED}: two groups by turns"
+
+
+def _planned(planned: Planned, source: str) -> dict[str, Any]:
+    return {
+        "flags": [*planned.layout.flags, *flags_of(planned.candidate.settings)],
+        "layout": layout_message(planned.layout),
+        **prediction_message(planned.prediction, source),
+    }
+
+
+def _layout(layout: Layout, best: Planned | None, lacks: str, source: str) -> dict[str, Any]:
+    seconds = {"lacks": lacks} if best is None else {"seconds": round(best.prediction.seconds, 3), "source": source}
+    return {**layout_message(layout), **seconds}
 
 
 def why_it_lost(best: Planned, other: Planned) -> str:
-    """Return in what the other candidate is worse: the parts that take longer, or its memory."""
+    """Return in one sentence in what the other plan is worse: the parts that take longer, or its memory."""
     later = other.prediction.seconds - best.prediction.seconds
+    more = other.memory.taken - best.memory.taken
+    if later / max(best.prediction.seconds, 1e-9) < _EQUAL_SHARE:
+        equal = "It takes the same time within half a percent"
+        if other.layout.ranks > best.layout.ranks:
+            return f"{equal}, with more ranks in an instance."
+        return f"{equal}, and {format_bytes(more)} more memory." if more > 0 else f"{equal}, and no less memory."
     parts = {
         name: other.prediction.parts[name] - best.prediction.parts[name]
         for name in {**best.prediction.parts, **other.prediction.parts}
     }
-    share = later / max(best.prediction.seconds, 1e-9)
-    more = other.memory.taken - best.memory.taken
-    if share < 0.005:
-        return (
-            f"the same time within half a percent, and {format_bytes(more)} more memory"
-            if more > 0
-            else ("the same time within half a percent")
-        )
     slower = sorted((name for name in parts if parts[name] > 0), key=lambda name: -parts[name])[:_SHOWN_PARTS]
-    return f"{later:.2f} s ({share:.1%}) longer: " + ", ".join(f"{name} +{parts[name]:.2f} s" for name in slower)
+    named = ", ".join(f"{name} by {in_words(parts[name])}" for name in slower)
+    return f"It takes {in_words(later)} ({later / best.prediction.seconds:.1%}) longer: {named}."
 
 
-def text(message: Mapping[str, Any]) -> str:
-    """Return the message of a plan for a terminal."""
-    work = message["workload"]
-    rows = [
-        ("model", message["model"]),
-        (
-            "workload",
-            f"{work['requests']:,} requests, {work['prompt_tokens']:,} prompt and {work['output_tokens']:,} output "
-            f"tokens, the longest {work['longest']:,} ({COUNTED})",
-        ),
-        ("profile", message["profile"]["text"]),
-    ]
-    plan = message.get("plan")
-    if plan is None:
-        return _table([*rows, ("plan", message["why"])])
-    rows.append(("plan", " ".join(plan["flags"]) or "no flags: the engine's defaults"))
-    if "seconds" in plan:
-        rows += _times(message, plan, work["output_tokens"])
-    rows += _memory(message["memory"])
-    return _table(rows) + f"\nRun it with: sgl-batch run -i INPUT -o OUTPUT {' '.join(message['run_flags'])}\n"
-
-
-def _times(message: Mapping[str, Any], plan: Mapping[str, Any], output_tokens: int) -> list[tuple[str, str]]:
-    total = plan["seconds"]
-    parts = sorted(plan["parts_s"].items(), key=lambda item: -item[1])
-    rows = [
-        (
-            "time",
-            f"{total:.1f} s ({FITTED}): prefill {plan['prefill_s']:.1f} s in {plan['prefill_groups']:,} groups, decode "
-            f"{plan['decode_s']:.1f} s in {plan['decode_steps']:,} steps of {plan['mean_rows']:,.0f} sequences on "
-            f"average; {output_tokens / max(total, 1e-9):,.0f} output tokens a second",
-        ),
-        ("by part", ", ".join(f"{name} {seconds:.2f} s ({seconds / total:.0%})" for name, seconds in parts)),
-        ("bottleneck", plan["bottleneck"]),
-    ]
-    if "runner_up" in message:
-        other = message["runner_up"]
-        rows.append(("runner-up", f"{' '.join(other['flags'])}: {other['why_it_lost']} ({FITTED})"))
-    if "not_implemented" in message:
-        other = message["not_implemented"]
-        what = f"{' '.join(other['flags'])}, two groups by turns: {other['seconds']:.1f} s ({other['label']})"
-        rows.append(("not chosen", what))
-    return rows
-
-
-def _memory(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    for phase in ("prefill", "decode"):
-        if phase in memory:
-            uses = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory[phase].items() if size)
-            rows.append((f"memory {phase}"[:_NAME_WIDTH], f"in {phase}: {uses} ({COUNTED})"))
-    store = f", {memory['store_pages']:,} in the host KV store" if memory["store_pages"] else ""
-    rows.append(("KV", f"{memory['kv_pages']:,} pages on the device{store} ({COUNTED})"))
-    return [("memory" if name.startswith("memory") else name, words) for name, words in rows]
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    lines = []
-    for name, words in rows:
-        wrapped = textwrap.wrap(words, _WIDTH - _NAME_WIDTH - 1, break_on_hyphens=False) or [""]
-        lines += [f"{name if index == 0 else '':<{_NAME_WIDTH}} {line}" for index, line in enumerate(wrapped)]
-    return "\n".join(lines) + "\n"
+def deadline_message(found: WithinDeadline, count: int, source: str) -> dict[str, Any]:
+    """Return whether a batch of `count` requests is done in time, or how many of them are."""
+    whole, deadline = in_words(found.whole_s), in_words(found.deadline_s)
+    spare_s = found.deadline_s - found.whole_s
+    if found.fits:
+        share = spare_s / found.deadline_s
+        said = f"done in {whole}, {in_words(spare_s)} ({share:.0%}) before the deadline of {deadline}"
+    elif found.count:
+        said = (
+            f"{deadline} are too short for the whole batch, which takes {whole}; {found.count:,} of {count:,} requests "
+            f"({found.count / count:.0%}) with the same mix of lengths are done in {in_words(found.count_s)}"
+        )
+    else:
+        said = f"{deadline} are too short for even one request; the whole batch takes {whole}"
+    return {
+        "deadline_s": found.deadline_s,
+        "fits": found.fits,
+        "whole_s": round(found.whole_s, 3),
+        "spare_s": round(spare_s, 3),
+        "requests": found.count,
+        "requests_s": round(found.count_s, 3),
+        "source": source,
+        "text": said,
+    }

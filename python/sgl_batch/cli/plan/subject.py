@@ -1,0 +1,90 @@
+"""Reads what a plan is for: the model's directory, the number types, and the batch. It starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_batch.checkpoint.model_directory import cached_directory, model_config
+from sgl_batch.cli.models.needs import Model
+from sgl_batch.cli.models.tensors import tensors_of
+from sgl_batch.core.model_refusals import QUANTIZATION_FIELDS, number_type, text_part
+from sgl_batch.errors import ConfigError
+from sgl_batch.planner.data_sheets import HERE
+from sgl_batch.planner.model_layers import ModelLayers, model_layers
+from sgl_batch.planner.workload import DEFAULT, Workload, parse_lengths, parse_workload
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FP8 = "fp8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model and a batch. `body`: the text part of the model's config; `weight_dtype`: of --cpu-weight-dtype."""
+
+    directory: Path
+    body: Mapping[str, Any]
+    dtype: str
+    weight_dtype: str
+    layers: ModelLayers
+    model: Model
+    workload: Workload
+
+
+def read_subject(args: argparse.Namespace, weight_dtype: str) -> Subject:
+    """Return what the command line names. Raises ConfigError for what the user can mend."""
+    directory, workload = _directory(args.model), _workload(args)
+    whole = model_config(str(directory))
+    if whole is None:
+        raise ConfigError(f"{directory} has no config.json that can be read; name a model's directory")
+    body, dtype = text_part(whole), number_type(whole, args.dtype)
+    on_sheet = args.hardware.lower() != HERE
+    item_bytes = _ITEM_BYTES[dtype]
+    weight_bytes = _bytes_on_gpu(whole, dtype) if on_sheet else 1 if weight_dtype == "int8" else item_bytes
+    if on_sheet and weight_dtype == "int8":
+        raise ConfigError("--cpu-weight-dtype int8 is for CPUs; leave it out with --hardware")
+    layers = model_layers(body, item_bytes=item_bytes, weight_bytes=weight_bytes)
+    model = Model(config=body, tensors=tensors_of(directory, layers.num_layers), dtype=dtype)
+    return Subject(
+        directory=directory,
+        body=body,
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        layers=layers,
+        model=model,
+        workload=workload,
+    )
+
+
+def _bytes_on_gpu(whole: Mapping[str, Any], dtype: str) -> int:
+    """Return the bytes of a number of the weights. Data sheets have products of 16-bit floats and of FP8."""
+    quantised = next((found for name in QUANTIZATION_FIELDS if (found := whole.get(name))), None)
+    method = str(quantised.get("quant_method", "unknown")) if isinstance(quantised, Mapping) else None
+    if method not in (None, _FP8):
+        raise ConfigError(
+            f"the model's weights are quantised by {method}, and --hardware predicts bfloat16, float16 and {_FP8} alone"
+        )
+    if dtype == "float32":
+        raise ConfigError("--hardware predicts no float32, which data sheets of GPUs leave out; give --dtype bfloat16")
+    return 1 if method == _FP8 else _ITEM_BYTES[dtype]
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    if args.lengths is None:
+        return parse_workload(args.workload or DEFAULT)
+    try:
+        return parse_lengths(args.lengths.read_text(encoding="utf-8").splitlines(), str(args.lengths))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the lengths in {args.lengths} cannot be read: {error}") from error
+
+
+def _directory(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    cached = cached_directory(name, None)
+    if cached is None:
+        raise ConfigError(f"there is no model directory {name}, and no model of that name in the hub's cache here")
+    return cached
