@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_batch.planner.critical_path import critical_path, start_times
-from sgl_batch.planner.layer_dag import LayerWork, build, layer_time
+from sgl_batch.planner.layer_dag import NOTHING, LayerWork, build, layer_time
 
 PICTURED_LAYERS = 3
 
@@ -25,11 +25,15 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPicture:
-    """The first layers of a pass. `layer_s`: what each further layer takes in the steady state."""
+    """The first layers of a pass.
+
+    `layer_s`: what each further layer takes in the steady state. `notes`: why that may be longer than what is shown.
+    """
 
     title: str
     bars: Sequence[Bar]
     layer_s: float
+    notes: Sequence[str] = ()
 
     @property
     def end_s(self) -> float:
@@ -53,4 +57,13 @@ def pass_picture(title: str, work: LayerWork, num_layers: int = PICTURED_LAYERS)
         for index, node in enumerate(graph)
         if node.seconds > 0
     ]
-    return PassPicture(title=title, bars=bars, layer_s=layer_time(work).seconds)
+    return PassPicture(title=title, bars=bars, layer_s=layer_time(work).seconds, notes=_notes(work))
+
+
+def _notes(work: LayerWork) -> list[str]:
+    if work.copy_cores and work.copies:
+        return ["Copies take cores from computation: a layer takes no less than all its work divided by the cores."]
+    restored = any(sub.restore is not NOTHING for sub in work.sub_batches)
+    if restored and work.fetch is not NOTHING:
+        return ["KV and weights come over one link: a layer takes no less than both together."]
+    return []

@@ -15,6 +15,7 @@ from sgl_batch.cli.plan.picture import check_picture, write_picture
 from sgl_batch.cli.plan.predictor import Predictor, is_here, predictor_here, predictor_on
 from sgl_batch.cli.plan.profile_here import profile_here, profile_message
 from sgl_batch.cli.plan.report import (
+    COUNTED,
     FITTED,
     FROM_SHEET,
     MEASURED,
@@ -104,6 +105,9 @@ def _predicted(predictor: Predictor, args: argparse.Namespace, deadline_s: float
     exchange = predictor.costs_of(best.layout).exchange
     if exchange is not None:
         message["exchange"] = {"text": exchange.label, "bytes_per_s": exchange.bytes_per_s, "source": source}
+    host = predictor.host_memory()
+    if host:
+        message["host_memory"] = {**host, "source": COUNTED}
     if deadline_s is not None:
         count = predictor.subject.workload.count
         found = within_deadline(lambda few: predictor.seconds(best, few), count, deadline_s)

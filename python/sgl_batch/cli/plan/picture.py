@@ -7,7 +7,6 @@ from itertools import groupby
 from pathlib import Path
 
 from sgl_batch.cli.plan.canvas import FONT_SIZE, SUFFIXES, Box, Drawing, Label, text_width, write_drawing
-from sgl_batch.cli.plan.durations import in_words
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.layer_bars import Bar, PassPicture
 from sgl_batch.planner.layer_dag import COMPUTE, EXCHANGED, TO_DEVICE, TO_STORE, WEIGHTS
@@ -22,7 +21,7 @@ _LANES = {
 _CRITICAL, _BESIDE, _SHADE, _EDGE, _GREY = "#e8702a", "#a9c4dc", "#f3f3f3", "#ffffff", "#666666"
 _WIDTH, _LEFT, _RIGHT = 1400, 150, 20
 _BAR, _UNDER, _TITLE, _HEAD, _AXIS, _GAP = 30, 18, 30, 22, 26, 14
-_PADDING, _TICKS = 6, 8
+_PADDING, _TICKS, _LEAST = 6, 8, 1
 
 
 def check_picture(target: Path) -> None:
@@ -69,7 +68,7 @@ class _Panel:
 
     def draw(self, boxes: list[Box], labels: list[Label]) -> float:
         """Add everything; returns where the panel ends."""
-        each = f"each further layer takes {in_words(self._shown.layer_s)}"
+        each = f"each further layer takes {_ms(self._shown.layer_s)}"
         labels.append(Label(x=_GAP, y=self._top + _TITLE / 2, text=f"{self._shown.title}; {each}", size=FONT_SIZE + 1))
         lanes = [stream for stream in _LANES if any(bar.stream == stream for bar in self._shown.bars)]
         first = self._top + _TITLE + _HEAD
@@ -101,31 +100,49 @@ class _Panel:
                 labels.append(Label(x=(left + right) / 2, y=y + _HEAD / 2, text=name, anchor="middle", color=_GREY))
 
     def _lane(self, bars: Sequence[Bar], y: float, boxes: list[Box], labels: list[Label]) -> dict[str, None]:
-        """Add the bars of a lane; returns what could not be named beside them."""
+        """Add the bars of a lane; returns the names that found no room.
+
+        A kind of work is named in its bars where all of them in a layer have room for it, else once below them.
+        """
         free_from, unnamed = float(_LEFT), dict[str, None]()
-        for _, run in groupby(bars, key=lambda bar: (bar.layer, bar.kind, bar.critical)):
-            alike = list(run)
-            inside = all(text_width(_name([bar])) + _PADDING < bar.seconds * self._per_s for bar in alike)
-            for bar in alike:
-                x, width = self._x(bar.start_s), bar.seconds * self._per_s
-                fill = _CRITICAL if bar.critical else _BESIDE
-                edge = _EDGE if width > 2 else None
-                boxes.append(Box(x=x, y=y, width=max(width, 1), height=_BAR, fill=fill, edge=edge))
-                if inside:
-                    labels.append(Label(x=x + width / 2, y=y + _BAR / 2, text=_name([bar]), anchor="middle"))
-            if inside:
-                continue
-            name = _name(alike)
-            wide = text_width(name)
-            left, right = self._x(alike[0].start_s), self._x(alike[-1].start_s + alike[-1].seconds)
-            x = min(max((left + right - wide) / 2, free_from), _WIDTH - _RIGHT - wide)
-            # A name may stand a little beside its bars, but still below them.
-            if x < free_from or x > right or x + wide < left:
-                unnamed[name] = None
-                continue
-            labels.append(Label(x=x, y=y + _BAR + _UNDER / 2, text=name, color=_GREY))
-            free_from = x + wide + 2 * _PADDING
+        for _, of_layer in groupby(bars, key=lambda bar: bar.layer):
+            kinds: dict[str, list[Bar]] = {}
+            for bar in of_layer:
+                kinds.setdefault(bar.kind, []).append(bar)
+            below: list[list[Bar]] = []
+            for alike in kinds.values():
+                if not self._add_bars(alike, y, boxes, labels):
+                    below.append(alike)
+            name = "; ".join(_name(alike) for alike in below)
+            x = self._place(name, [bar for alike in below for bar in alike], free_from)
+            if x is None:
+                unnamed |= dict.fromkeys(map(_name, below))
+            elif name:
+                labels.append(Label(x=x, y=y + _BAR + _UNDER / 2, text=name, color=_GREY))
+                free_from = x + text_width(name) + 2 * _PADDING
         return unnamed
+
+    def _add_bars(self, alike: Sequence[Bar], y: float, boxes: list[Box], labels: list[Label]) -> bool:
+        """Add bars of one kind, with their names where all have room for them. Return whether they have."""
+        is_named = all(text_width(_name([bar])) + _PADDING < bar.seconds * self._per_s for bar in alike)
+        for bar in alike:
+            x, width = self._x(bar.start_s), bar.seconds * self._per_s
+            edge = _EDGE if width > 3 * _LEAST else None
+            fill = _CRITICAL if bar.critical else _BESIDE
+            boxes.append(Box(x=x, y=y, width=max(width, _LEAST), height=_BAR, fill=fill, edge=edge))
+            if is_named:
+                labels.append(Label(x=x + width / 2, y=y + _BAR / 2, text=_name([bar]), anchor="middle"))
+        return is_named
+
+    def _place(self, name: str, bars: Sequence[Bar], free_from: float) -> float | None:
+        """Return where a name below these bars begins; None where it would lie on another, or beside all of them."""
+        if not bars:
+            return free_from
+        wide = text_width(name)
+        left = self._x(min(bar.start_s for bar in bars))
+        right = self._x(max(bar.start_s + bar.seconds for bar in bars))
+        x = min(max((left + right - wide) / 2, free_from), _WIDTH - _RIGHT - wide)
+        return None if x < free_from or x > right or x + wide < left else x
 
     def _axis(self, y: float, boxes: list[Box], labels: list[Label], unnamed: list[str]) -> float:
         boxes.append(Box(x=_LEFT, y=y, width=_WIDTH - _LEFT - _RIGHT, height=1, fill=_GREY))
@@ -137,18 +154,21 @@ class _Panel:
             if x + text_width(text) / 2 < _WIDTH:
                 labels.append(Label(x=x, y=y + _AXIS / 2 + 2, text=text, anchor="middle", color=_GREY))
         y += _AXIS
-        if unnamed:
-            for line in _lines("Bars too narrow for a name: " + "; ".join(unnamed)):
-                labels.append(Label(x=_GAP, y=y + _UNDER / 2, text=line, color=_GREY))
-                y += _UNDER
+        notes = ["Bars too narrow for a name: " + "; ".join(unnamed)] if unnamed else []
+        for line in (line for note in (*notes, *self._shown.notes) for line in _lines(note)):
+            labels.append(Label(x=_GAP, y=y + _UNDER / 2, text=line, color=_GREY))
+            y += _UNDER
         return y
 
 
 def _name(bars: Sequence[Bar]) -> str:
     """Return the name of a bar with its time, or of several alike."""
     mean_s = sum(bar.seconds for bar in bars) / len(bars)
-    ms = f"{1000 * mean_s:.3g} ms"
-    return f"{bars[0].kind} {ms}" if len(bars) == 1 else f"{len(bars)} x {bars[0].kind}, {ms} each"
+    return f"{bars[0].kind} {_ms(mean_s)}" if len(bars) == 1 else f"{len(bars)} x {bars[0].kind}, {_ms(mean_s)} each"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
 
 
 def _round_step(seconds: float) -> float:

@@ -106,6 +106,13 @@ class Predictor:
         )
         return CandidateMemory(model=self.subject.model, target=target, base=self.config)
 
+    def host_memory(self) -> dict[str, int]:
+        """Return the bytes that an instance on GPUs takes of its machine's memory, by use."""
+        memory = self.config.memory
+        experts = self.subject.model.weight_bytes()[1] if memory.weights == "streamed" else 0
+        uses = {"streamed experts": experts, "host KV store": memory.kv_store_bytes}
+        return {name: size for name, size in uses.items() if size and self.device == GPU}
+
     def _search_one(self, layout: Layout) -> Outcome:
         return search(
             share_of(self.subject.workload, layout),

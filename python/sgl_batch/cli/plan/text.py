@@ -33,6 +33,10 @@ def text(message: Mapping[str, Any]) -> str:
     if "seconds" in plan:
         rows += _times(message, plan, work["output_tokens"])
     rows += _memory(message["memory"], "one GPU" if "hardware" in message else "")
+    if "host_memory" in message:
+        host = message["host_memory"]
+        uses = ", ".join(f"{name} {format_bytes(size)}" for name, size in host.items() if name != "source")
+        rows.append(("host memory", f"of the machine of an instance: {uses} ({host['source']})"))
     if "picture" in message:
         rows.append(("picture", message["picture"]))
     return _table(rows) + _run_lines(message, plan)
