@@ -33,9 +33,12 @@ class Assumptions:
         copy_share: Of PCIe's bandwidth.
         exchange_share: Of the bandwidth between GPUs.
         launch_s: Seconds that launching a module takes beside its work: attention of a sub-batch, a router, experts.
+        host_launch_s: Seconds in which the host launches a module kernel by kernel, as it does for several ranks, whose
+            decode steps have no CUDA graphs (docs/ranks.md); they hide behind work that takes longer.
         exchange_s: Seconds that the calls of one exchange take, whatever their size.
         network_bytes_per_s: Of one GPU in one direction between machines: a link of 400 Gbit/s each.
         step_s, step_row_s: Seconds of a decode step beside its layers and logits, and of each of its sequences.
+        agree_s: Seconds in which several ranks agree on a step.
         group_s, sequence_s: Seconds of the intake of a prefill group, and of each of its requests.
     """
 
@@ -45,10 +48,12 @@ class Assumptions:
     copy_share: float = 0.8
     exchange_share: float = 0.6
     launch_s: float = 15e-6
+    host_launch_s: float = 60e-6
     exchange_s: float = 60e-6
     network_bytes_per_s: float = 50e9
     step_s: float = 2e-3
     step_row_s: float = 5e-6
+    agree_s: float = 3e-4
     group_s: float = 2e-3
     sequence_s: float = 3e-4
 
@@ -116,11 +121,12 @@ class _Modules:
     def of_step(self) -> Roofline:
         """Return what surrounds the layers of a decode step: logits, and the work of the host."""
         size, assumed = max(self._model.head_bytes, 1.0), self._assumed
+        fixed_s = assumed.step_s + (assumed.agree_s if self._model.ranks > 1 else 0.0)
         return self._roofline(
             lambda _: size,
             lambda rows: size * rows,
             lambda rows: rows,
-            beside=lambda rows: assumed.step_s + assumed.step_row_s * rows,
+            beside=lambda rows: fixed_s + assumed.step_row_s * rows,
         )
 
     def _roofline(
@@ -129,11 +135,12 @@ class _Modules:
         assumed = self._assumed
         bandwidth = self._sheet.memory_bytes_per_s * assumed.memory_share
         peak = self._work_per_s * assumed.products_share.points[-1][1]
+        launching_s = assumed.host_launch_s if self._model.ranks > 1 else 0.0
         points = []
         for rows in _ROWS:
             memory_s = bytes_of(rows) / bandwidth
             compute_s = work_of(rows) / (self._work_per_s * assumed.products_share.at(matrix_rows(rows)))
-            seconds = max(memory_s, compute_s) + assumed.launch_s + (beside(rows) if beside else 0.0)
+            seconds = max(memory_s, compute_s, launching_s) + assumed.launch_s + (beside(rows) if beside else 0.0)
             points.append((rows, (memory_s + work_of(rows) / peak) / seconds))
         return Roofline(
             bytes_of=bytes_of, work_of=work_of, bandwidth=bandwidth, peak=peak, efficiency=Knots(tuple(points))

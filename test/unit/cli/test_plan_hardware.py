@@ -164,4 +164,5 @@ def test_weights_that_a_sheet_does_not_cover_are_refused(capsys, tmp_path, metho
 def test_too_little_memory_on_all_layouts_is_no_plan(capsys):
     code, message = to_message(capsys, *ON_H100, "--device-memory", "100M", "--gpus", "2")
     assert (code, message["plan"]) == (1, None)
-    assert "--device-memory" in message["why"]
+    assert "one instance of 2 ranks" in message["why"]
+    assert "--weights streamed" in message["why"]

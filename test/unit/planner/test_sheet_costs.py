@@ -127,3 +127,10 @@ def test_the_weights_of_latent_attention_are_counted_as_they_are_stored():
     assert found.attention_bytes == 2 * stored
     assert (found.kv_heads, found.shared_bytes) == (1, 2 * 3 * 64 * 16)
     assert (found.prefill_flop, found.decode_flop) == (2 * 4 * (16 + 8 + 16), 2 * 4 * (2 * 32 + 8))
+
+
+def test_several_ranks_launch_without_graphs_and_agree_on_each_step():
+    alone, ranks = costs(), costs(layout=Layout(ranks=4))
+    assert ranks.router[MOE].at(1) == pytest.approx(ASSUMPTIONS.host_launch_s + ASSUMPTIONS.launch_s, rel=0.01)
+    assert alone.router[MOE].at(1) < ranks.router[MOE].at(1)
+    assert ranks.step.decode.at(8) - alone.step.decode.at(8) == pytest.approx(ASSUMPTIONS.agree_s, rel=0.01)

@@ -23,6 +23,7 @@ from sgl_batch.cli.plan.report import (
     hardware_message,
     memory_message,
     outcome_message,
+    too_large,
     workload_message,
 )
 from sgl_batch.cli.plan.subject import Subject, read_subject
@@ -100,7 +101,7 @@ def _predicted(predictor: Predictor, args: argparse.Namespace, deadline_s: float
     outcome = predictor.search()
     message = outcome_message(outcome, source)
     if not outcome.ranked:
-        return message
+        return message if is_here(args.hardware) else {**message, "why": too_large(outcome, predictor.among)}
     best = outcome.ranked[0]
     exchange = predictor.costs_of(best.layout).exchange
     if exchange is not None:

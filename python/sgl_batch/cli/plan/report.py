@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
@@ -112,6 +113,17 @@ def outcome_message(outcome: Outcome, source: str) -> dict[str, Any]:
     if len(outcome.layouts) > 1:
         message["layouts"] = [_layout(*one, source) for one in outcome.layouts]
     return message
+
+
+def too_large(outcome: Outcome, among: Sequence[Layout]) -> str:
+    """Return that nothing fits on GPUs of a data sheet, why the smallest plan does not, and what may help."""
+    largest = max((layout.ranks for layout in among if layout.is_implemented), default=1)
+    ranks = "one rank" if largest == 1 else f"{largest} ranks"
+    return (
+        f"nothing fits, not even one instance of {ranks}: {outcome.lacks}. More GPUs "
+        "(--gpus) or others (--hardware), streamed experts (--weights streamed) or a host KV store (--kv-store-bytes) "
+        "may help"
+    )
 
 
 def not_implemented_label(planned: Planned) -> str:
