@@ -58,18 +58,19 @@ DECLARED: dict[str, tuple[tuple[str, Limits], ...]] = {
 """Pairs of a workload and a plan that were named, by the type of model, before any of them had run."""
 
 
-def workload_of(text: str, trace: Path | None) -> Workload:
+def workload_of(text: str, trace: Path | None, context: int) -> Workload:
     """Return a workload as `sgl-batch plan` takes it, or one of two others.
 
-    tail:COUNT has outputs with a long tail; trace:COUNT takes the first requests of a trace of request lengths.
+    tail:COUNT has outputs with a long tail; trace:COUNT takes the first requests of a trace that fit into `context`
+    tokens.
     """
     kind, _, count = text.partition(":")
     if kind == "trace":
         if trace is None:
             raise ConfigError(f"the workload {text} needs --trace FILE, a CSV file of a public trace")
         with trace.open(encoding="utf-8") as lines:
-            rows = list(islice(csv.DictReader(lines), int(count)))
-        requests = [Request(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows]
+            every = (Request(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(lines))
+            requests = list(islice((one for one in every if one.prompt + one.output <= context), int(count)))
     elif kind == "tail":
         draw = random.Random(3)
         requests = [
@@ -119,7 +120,7 @@ def measure(
     args: argparse.Namespace, predict: Callable[[Candidate, Workload], Prediction], text: str, limits: Limits
 ) -> float | None:
     """Predict and run one workload with one plan, and print its row. Returns the relative error of the prediction."""
-    workload = workload_of(text, args.trace)
+    workload = workload_of(text, args.trace, model_config(args.model)["max_position_embeddings"])
     names = ("b_attn_prefill", "b_moe_prefill", "b_attn_decode", "b_moe_decode")
     candidate = Candidate(**dict(zip(names, limits, strict=True)))
     prediction = predict(candidate, workload)

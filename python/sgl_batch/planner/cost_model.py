@@ -63,11 +63,19 @@ def _slope(points: Sequence[tuple[float, float]]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds of a step beside its layers: of a decode step by rows, of a prompt's intake, and of a prefill group."""
+    """Seconds of a step beside attention, router and experts.
+
+    Attributes:
+        decode: Of a decode step by rows, in the cut model that was profiled.
+        further_layers_s: What the model's other layers add to each pass.
+        sequence_s: Of a prompt's intake.
+        group_s: Of a prefill group.
+    """
 
     decode: Roofline
     sequence_s: float
     group_s: float
+    further_layers_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +152,7 @@ def fit(profile: Profile, model: ModelLayers) -> CostModel:
             for kind in kinds
         },
         pass_s=fixed_pass_s(profile.passes),
-        step=_step(profile),
+        step=_step(profile, model),
         rates=profile.rates,
     )
 
@@ -171,16 +179,22 @@ class _Layer:
 
 def fixed_pass_s(passes: Iterable[PassSample]) -> float:
     """Return what attention takes once a pass: what one layer takes more than its share of several."""
+    lines = _by_layers(passes, lambda sample: sample.attention_s)
+    return max(middle([once for once, _ in lines]), 0.0) if lines else 0.0
+
+
+def _by_layers(passes: Iterable[PassSample], seconds: Callable[[PassSample], float]) -> list[tuple[float, float]]:
+    """Return, for each size that ran with few layers and with more, the seconds of a pass without layers and of one."""
     by_size: defaultdict[object, dict[int, float]] = defaultdict(dict)
     for sample in passes:
-        by_size[sample.decode, sample.sequences, sample.tokens, sample.kind][sample.layers] = sample.attention_s
+        by_size[sample.decode, sample.sequences, sample.tokens, sample.kind][sample.layers] = seconds(sample)
     found = []
-    for seconds in by_size.values():
-        least, most = min(seconds), max(seconds)
+    for taken in by_size.values():
+        least, most = min(taken), max(taken)
         if least < most:
-            each = (seconds[most] - seconds[least]) / (most - least)
-            found.append(seconds[least] - least * each)
-    return max(middle(found), 0.0) if found else 0.0
+            each = (taken[most] - taken[least]) / (most - least)
+            found.append((taken[least] - least * each, each))
+    return found
 
 
 def _attention(passes: Sequence[_Layer], model: ModelLayers, looking: str) -> AttentionCost:
@@ -195,7 +209,17 @@ def _of_rows(passes: Sequence[_Layer], kind: str, seconds: Callable[[_Layer], fl
     return fit_roofline(points, lambda _: 1.0, lambda rows: rows, is_counted=False)
 
 
-def _step(profile: Profile) -> StepCost:
+def _further_layers_s(passes: Sequence[PassSample], model: ModelLayers) -> float:
+    """Return what a pass takes outside its parts for the layers that the cut model lacks."""
+    lines = _by_layers(passes, lambda sample: sample.rest_s)
+    layers: dict[str, int] = {}
+    for sample in passes:
+        layers[sample.kind] = max(layers.get(sample.kind, 0), sample.layers)
+    each = max(middle([each for _, each in lines]), 0.0) if lines else 0.0
+    return each * max(model.num_layers - sum(layers.values()), 0)
+
+
+def _step(profile: Profile, model: ModelLayers) -> StepCost:
     decode = [(float(one.rows), one.seconds) for one in profile.steps if one.decode]
     # Without an engine's steps: what a pass takes beside its layers, which leaves out scheduling and sampling.
     passes = [(float(one.sequences), one.rest_s) for one in profile.passes if one.decode]
@@ -206,4 +230,5 @@ def _step(profile: Profile) -> StepCost:
         sequence_s = max(many_s - few_s, 0.0) / (many - few)
         group_s = max(few_s - few * sequence_s, 0.0)
     around = fit_roofline(decode or passes, lambda _: 1.0, lambda rows: rows, is_counted=False)
-    return StepCost(decode=around, sequence_s=sequence_s, group_s=group_s)
+    further_s = _further_layers_s(profile.passes, model)
+    return StepCost(decode=around, sequence_s=sequence_s, group_s=group_s, further_layers_s=further_s)

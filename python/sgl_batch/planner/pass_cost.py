@@ -86,7 +86,7 @@ class PassCost:
     def _prefill(self, tokens: int, looked_at: int, sequences: int) -> PassTime:
         time = self._layers(self._prefilled_group(tokens, looked_at))
         step = self._costs.step
-        intake_s = step.group_s + step.sequence_s * sequences
+        intake_s = step.group_s + step.sequence_s * sequences + step.further_layers_s
         time.parts[INTAKE] += intake_s
         time.bounds[OVERHEAD] += intake_s
         return time
@@ -118,9 +118,10 @@ class PassCost:
 
     def _decode(self, rows: int, context: int) -> PassTime:
         time = self._layers(self._decoded_group(rows, context))
-        step = self._costs.step.decode
-        time.parts[STEP] += step.at(rows)
-        _add(time.bounds, step.bounds(rows), 1)
+        step = self._costs.step
+        time.parts[STEP] += step.decode.at(rows) + step.further_layers_s
+        _add(time.bounds, step.decode.bounds(rows), 1)
+        time.bounds[OVERHEAD] += step.further_layers_s
         return time
 
     def _prefilled_group(self, tokens: int, looked_at: float) -> _Group:

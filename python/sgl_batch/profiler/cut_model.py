@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Weights of the layers of a kind together: more than a cache holds, as a whole model's are.
-_LEAST_WEIGHT_BYTES = 64 << 20
+# Weights of the layers of a kind together: more than a cache holds, as a whole model's are; and no more than load soon.
+_LEAST_WEIGHT_BYTES, _MOST_WEIGHT_BYTES = 64 << 20, 1 << 30
 _MOST_LAYERS = 6
 
 
@@ -23,10 +23,12 @@ class CutModel:
 def cut(kinds: Sequence[str], layer_bytes: float) -> CutModel:
     """Return the cut of a model with layers of these kinds, which take about `layer_bytes` each.
 
-    A model of one kind keeps as many layers as a cache does not hold. One of several keeps its beginning, up to two
-    layers of each kind.
+    A model of one kind keeps as many layers as load soon, since what a pass takes by layer shows in several; one of
+    several kinds keeps its beginning, up to two layers of each kind.
     """
-    each = min(max(2, math.ceil(_LEAST_WEIGHT_BYTES / max(layer_bytes, 1))), _MOST_LAYERS)
+    layer_bytes = max(layer_bytes, 1)
+    each = max(2, math.ceil(_LEAST_WEIGHT_BYTES / layer_bytes), int(_MOST_WEIGHT_BYTES / layer_bytes))
+    each = min(each, _MOST_LAYERS)
     found = tuple(dict.fromkeys(kinds))
     wanted = {kind: min(each if len(found) == 1 else 2, kinds.count(kind)) for kind in found}
     length = next(

@@ -79,3 +79,11 @@ def test_a_profile_of_one_phase_is_refused():
     decode = replace(whole, passes=tuple(one for one in whole.passes if one.decode))
     with pytest.raises(ConfigError, match="no prefill group"):
         fit(decode, made.layers(DENSE))
+
+
+def test_layers_that_the_cut_model_lacks_add_what_each_takes_outside_its_parts():
+    profile, layers = made.profile(), made.layers()
+    passes = tuple(replace(one, rest_s=0.001 + 0.0002 * one.layers) for one in profile.passes)
+    found = fit(replace(profile, passes=passes), layers)
+    assert found.step.further_layers_s == pytest.approx(0.0002 * (layers.num_layers - 3))
+    assert fit(profile, layers).step.further_layers_s == 0

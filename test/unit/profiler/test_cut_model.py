@@ -50,9 +50,10 @@ def test_few_rows_reach_few_experts():
     assert 63 < found.experts_reached(64) < 64
 
 
-def test_a_model_of_one_kind_keeps_more_layers_than_a_cache_holds():
-    assert cut([MOE] * 12, 200e6).layers == {MOE: [0, 1]}
-    assert cut([DENSE] * 28, 30e6).overrides == {"num_hidden_layers": 3}
+def test_a_model_of_one_kind_keeps_as_many_layers_as_load_soon():
+    assert cut([MOE] * 12, 2e9).layers == {MOE: [0, 1]}
+    assert cut([MOE] * 12, 300e6).layers == {MOE: [0, 1, 2]}
+    assert cut([DENSE] * 28, 30e6).overrides == {"num_hidden_layers": 6}
     assert cut([DENSE] * 3, 1.0).layers == {DENSE: [0, 1, 2]}
 
 
