@@ -23,7 +23,7 @@ from sgl_batch.startup.choice_cache import model_hash, versions
 from sgl_batch.user_cache import cache_directory, hashed_name, write_json
 
 # Seconds for the samples; the start of both processes comes on top.
-PASSES_S, STEPS_S, _AT_MOST_S = 22.0, 10.0, 300.0
+PASSES_S, STEPS_S, _AT_MOST_S = 20.0, 9.0, 300.0
 _POOL_TOKENS, _PREFILL_TOKENS, _PAGE_SIZE = 1 << 16, 4096, 64
 _POOL_BYTES = 1 << 30
 _STEP_ROWS = (1, 256, 16, 64, 4)
