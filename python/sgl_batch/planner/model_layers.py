@@ -11,7 +11,12 @@ from sgl_batch.core.model_numbers import NUM_EXPERTS, Value, head_dims, kv_token
 from sgl_batch.errors import ConfigError
 
 DENSE, MOE = "dense", "moe"
-_NEEDED = (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"))
+_NEEDED = (
+    ("hidden_size", "n_embd"),
+    ("num_hidden_layers", "n_layer"),
+    ("num_attention_heads", "n_head"),
+    ("vocab_size",),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +92,11 @@ def layer_kinds(text: Mapping[str, Any]) -> list[str]:
     behind the first dense ones.
     """
     for names in _NEEDED:
-        if number(text.get, *names) < 1:
+        try:
+            found = number(text.get, *names)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{names[0]} in the model's config.json is no number: {error}") from error
+        if found < 1:
             raise ConfigError(f"the model's config.json has no {names[0]}, by which its layers are counted")
     count = number(text.get, "num_hidden_layers", "n_layer")
     if not number(text.get, *NUM_EXPERTS):

@@ -78,6 +78,14 @@ def test_the_text_says_where_numbers_are_from(capsys, profile_file):
     assert "sgl-batch run -i INPUT -o OUTPUT --model" in said
 
 
+def test_a_profile_serves_deadlines_and_pictures(capsys, tmp_path, profile_file):
+    asked = ("--profile-file", profile_file, "--workload", "64:32x16", "--deadline", "10h")
+    code, message = to_message(capsys, *asked, "--picture", tmp_path / "plan.svg")
+    assert (code, message["deadline"]["fits"], message["deadline"]["source"]) == (0, True, "fitted")
+    assert "(fitted)" in (tmp_path / "plan.svg").read_text()
+    assert sum(message["plan"]["bound_shares"].values()) == pytest.approx(1, abs=0.001)
+
+
 def test_too_little_memory_is_no_plan(capsys, profile_file):
     code, message = to_message(capsys, "--profile-file", profile_file, "--device-memory", "100M")
     assert (code, message["plan"]) == (1, None)

@@ -145,12 +145,20 @@ def test_mistakes_are_one_line_each(capsys, tmp_path):
     assert "has no lengths" in error_of(capsys, "--hardware", "H200", "--lengths", holes)
 
 
-@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
 def test_a_config_without_a_field_is_named(capsys, tmp_path, field):
     fields = json.loads((TINY / "config.json").read_text())
     del fields[field]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert field in error_of(capsys, "--hardware", "H200", model=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**fields, field: "many"}))
+    assert f"{field} in the model's config.json is no number" in error_of(capsys, model=tmp_path)
+
+
+def test_any_other_number_that_is_none_is_refused(capsys, tmp_path):
+    fields = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "num_local_experts": "some"}))
+    assert "'some'" in error_of(capsys, "--hardware", "H200", model=tmp_path)
 
 
 @pytest.mark.parametrize(("method", "said"), [("awq", "quantised by awq"), ("fp8", "no such products")])

@@ -119,8 +119,10 @@ def too_large(outcome: Outcome, among: Sequence[Layout]) -> str:
     """Return that nothing fits on GPUs of a data sheet, why the smallest plan does not, and what may help."""
     largest = max((layout.ranks for layout in among if layout.is_implemented), default=1)
     ranks = "one rank" if largest == 1 else f"{largest} ranks"
+    # What follows are flags that the search has lowered already.
+    needs = outcome.lacks.partition("; ")[0]
     return (
-        f"nothing fits, not even one instance of {ranks}: {outcome.lacks}. More GPUs "
+        f"nothing fits, not even one instance of {ranks}: {needs}. More GPUs "
         "(--gpus) or others (--hardware), streamed experts (--weights streamed) or a host KV store (--kv-store-bytes) "
         "may help"
     )

@@ -46,7 +46,10 @@ def read_subject(args: argparse.Namespace, weight_dtype: str) -> Subject:
     weight_bytes = _bytes_on_gpu(whole, dtype) if on_sheet else 1 if weight_dtype == "int8" else item_bytes
     if on_sheet and weight_dtype == "int8":
         raise ConfigError("--cpu-weight-dtype int8 is for CPUs; leave it out with --hardware")
-    layers = model_layers(body, item_bytes=item_bytes, weight_bytes=weight_bytes)
+    try:
+        layers = model_layers(body, item_bytes=item_bytes, weight_bytes=weight_bytes)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a number in {directory / 'config.json'} cannot be read: {error}") from error
     model = Model(config=body, tensors=tensors_of(directory, layers.num_layers), dtype=dtype)
     return Subject(
         directory=directory,
