@@ -129,6 +129,24 @@ def test_the_weights_of_latent_attention_are_counted_as_they_are_stored():
     assert (found.prefill_flop, found.decode_flop) == (2 * 4 * (16 + 8 + 16), 2 * 4 * (2 * 32 + 8))
 
 
+DEEPSEEK_R1 = {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+    "first_k_dense_replace": 3, "intermediate_size": 18432, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+
+
+def test_operations_and_kv_of_a_large_model_are_those_that_batchgen_counts():
+    """A prompt of 2,000 tokens: about 112 ms at an H100's peak rates, and 144 MB of KV (BatchGen, costs of MIGRATE)."""
+    model, tokens = model_layers(DEEPSEEK_R1, item_bytes=2, weight_bytes=1), 2048
+    pairs = tokens * (tokens + 1) / 2
+    attention = model.num_layers * (2 * model.attention_bytes * tokens + model.prefill_flop * pairs)
+    mlps = 2 * sum(count * model.expert_work(kind)(tokens) for kind, count in model.layers.items())
+    assert attention / H100.bf16_flop_per_s + mlps / H100.fp8_flop_per_s == pytest.approx(0.112, rel=0.1)
+    assert model.kv_layer_bytes * model.num_layers * tokens == pytest.approx(144e6, rel=0.01)
+
+
 def test_several_ranks_launch_without_graphs_and_agree_on_each_step():
     alone, ranks = costs(), costs(layout=Layout(ranks=4))
     assert ranks.router[MOE].at(1) == pytest.approx(ASSUMPTIONS.host_launch_s + ASSUMPTIONS.launch_s, rel=0.01)

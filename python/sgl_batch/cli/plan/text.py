@@ -85,7 +85,8 @@ def _layouts(message: Mapping[str, Any]) -> Rows:
     plan, listed = message.get("plan"), message.get("layouts", [])
     rows: Rows = []
     if "hardware" in message and plan is not None:
-        rows.append(("GPUs", f"{plan['layout']['text']}; the batch is split evenly among all"))
+        split = "; the batch is split evenly among all" if message["hardware"]["gpus"] > 1 else ""
+        rows.append(("GPUs", plan["layout"]["text"] + split))
         if "exchange" in message:
             rows.append(("exchange", message["exchange"]["text"]))
     for index, one in enumerate(listed):
