@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_batch.config import BatchConfig
+from sgl_batch.core.config_forms import unreadable
 from sgl_batch.core.supported_models import CPU, GPU, ModelFamily, Status, family_named, format_of
 from sgl_batch.errors import ConfigError
 
@@ -255,6 +256,11 @@ def _cpu_alone(judged: JudgedConfig) -> str | None:
     return None
 
 
+def _form(judged: JudgedConfig) -> str | None:
+    # Before the device is known, arguments may still add fields to the config.
+    return None if judged.device is None else unreadable(judged.architecture, list(judged.parts))
+
+
 def _by_its_row(judged: JudgedConfig) -> str | None:
     """Return why the table of supported models refuses the family on this device, as a run has shown."""
     if judged.family is None or judged.device is None:
@@ -273,4 +279,5 @@ _REASONS: tuple[Callable[[JudgedConfig], str | None], ...] = (
     _windows,
     _cpu_alone,
     _by_its_row,
+    _form,
 )

@@ -106,6 +106,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily("StableLM", ("StableLmForCausalLM",)),
     ModelFamily("StarCoder2", ("Starcoder2ForCausalLM",)),
     ModelFamily("ERNIE-4.5-MoE", ("Ernie4_5_MoeForCausalLM",), cpu=_refused("SGLang's choice of experts fails there")),
+    ModelFamily("DBRX", ("DbrxForCausalLM",), cpu=_refused("SGLang's model of it allocates its experts on a GPU")),
     ModelFamily("EXAONE-4", ("Exaone4ForCausalLM",), cpu=_refused("SGLang wants attention of a GPU for it")),
     ModelFamily("GPT-J", ("GPTJForCausalLM",), cpu=_NO_HEAD_BIAS, gpu=_NO_HEAD_BIAS),
     ModelFamily("Phi-1, Phi-2", ("PhiForCausalLM",), cpu=_NO_HEAD_BIAS, gpu=_NO_HEAD_BIAS),

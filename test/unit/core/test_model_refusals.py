@@ -60,6 +60,26 @@ ON_A_CPU = [
     ("LlamaForCausalLM", {"compression_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
     ("OddForCausalLM", {"head_dim": 192, "v_head_dim": 128}, "128 channels"),
 ]
+# Fields as transformers writes them.
+HUNYUAN = {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": 2, "head_dim": 8}
+DBRX = {"attn_config": {"clip_qkv": None, "kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 16, "moe_top_k": 1}}
+UNREADABLE = [
+    ("HunYuanMoEV1ForCausalLM", HUNYUAN, "lacks moe_intermediate_size, use_mixed_mlp_moe, use_qk_norm, which"),
+    ("HunYuanDenseV1ForCausalLM", {"model_type": "hunyuan_v1_dense", "head_dim": 8}, "lacks use_qk_norm, which"),
+    ("HYV3ForCausalLM", {"model_type": "hy_v3", "num_experts_per_tok": 2}, "lacks route_norm, which"),
+    ("DbrxForCausalLM", {"ffn_config": {**DBRX["ffn_config"], "hidden_size": 8}}, "its ffn_config has hidden_size"),
+    ("DbrxForCausalLM", {"attn_config": {**DBRX["attn_config"], "dtype": "bfloat16"}}, "its attn_config has dtype"),
+]
+READABLE = [
+    (
+        "HunYuanMoEV1ForCausalLM",
+        {**HUNYUAN, "moe_intermediate_size": [16, 16], "use_mixed_mlp_moe": False, "use_qk_norm": True},
+    ),
+    ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}),
+    ("HYV3ForCausalLM", {"route_norm": False}),
+    ("DbrxForCausalLM", DBRX),
+    ("DbrxForCausalLM", {"attn_config": None, "ffn_config": 3}),
+]
 RIGHT = [
     ("LlamaForCausalLM", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     ("Qwen2ForCausalLM", {**WINDOWED, "use_sliding_window": False}),
@@ -97,6 +117,17 @@ def test_a_model_that_a_cpu_cannot_compute_is_refused_only_there(architecture, f
     assert refusal(config(architecture, fields)) is None
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(refusal(config(architecture, fields), device=CPU))
+
+
+@pytest.mark.parametrize(("architecture", "fields", "words"), UNREADABLE)
+def test_a_config_that_sglang_s_model_cannot_read_is_refused_once_all_its_fields_are_known(architecture, fields, words):
+    assert refusal(config(architecture, fields)) is None, "arguments may add fields to it"
+    assert words in str(refusal(config(architecture, fields), device=GPU))
+
+
+@pytest.mark.parametrize(("architecture", "fields"), READABLE)
+def test_a_config_with_the_fields_that_sglang_s_model_reads_passes(architecture, fields):
+    assert refusal(config(architecture, fields), device=GPU) is None
 
 
 @pytest.mark.parametrize(("architecture", "fields"), RIGHT)

@@ -22,6 +22,7 @@ _KINDS_REFUSED = (
     "sliding windows shorter than the context, layers of unequal KV, ALiBi",
     "images or sound besides text",
     "an encoder, no text (embeddings, rewards, classes), diffusion, drafts for speculative decoding",
+    "configs in transformers' form without fields that SGLang's model reads (HunYuan, HY-V3), or with more (DBRX)",
 )
 _HEAD = ("family", "architectures", "forward", "CPU", "GPU")
 
