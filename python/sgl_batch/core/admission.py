@@ -110,6 +110,14 @@ def first_pages(sequence: SequenceState, ledger: PageLedger, plan: Plan | None) 
     return min(whole, max(expected, pages_to_run(sequence, ledger, plan)))
 
 
+def arriving_pages(sequence: SequenceState, ledger: PageLedger, plan: Plan) -> int:
+    """Return the pages that a sequence with KV reserves in the account of a rank to which it moves.
+
+    All that it can need, or, by a policy that grows, those with which it runs to the next boundary.
+    """
+    return pages_to_run(sequence, ledger, plan) if ledger.policy.grows else ledger.whole_pages(sequence)
+
+
 def unit_pages(unit: Admission, ledger: PageLedger, plan: Plan | None = None) -> int:
     """Return the pages that a unit reserves: the leader's without those that it shares, and each follower's own."""
     return sum(member_pages(unit, ledger, plan))
@@ -160,7 +168,7 @@ def select_prefill_group(
     if ledger.has_waiting:
         return []
     for whole in units:
-        _note_expected(whole, ledger.policy)
+        note_expected(whole, ledger.policy)
         pages = member_pages(whole, ledger, plan)
         cut = sum(pages) > ledger.limit(max(pages), _largest_gap(whole, ledger, plan))
         unit = Admission(leader=whole.leader) if cut else whole
@@ -177,7 +185,7 @@ def select_prefill_group(
     return chosen
 
 
-def _note_expected(unit: Admission, policy: AdmissionPolicy) -> None:
+def note_expected(unit: Admission, policy: AdmissionPolicy) -> None:
     """Note in a unit's members how much output is expected, which a record of the decision shows."""
     if policy.grows:
         expected = policy.expected_tokens(unit.leader)

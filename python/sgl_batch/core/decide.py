@@ -35,12 +35,14 @@ that: they come before prompts):
 6. Join waits for these copies only if no rank has a row to decode meanwhile.
 7. BeginInterval: steps are counted from here.
 
-The forms of KV differ. Without a store all pages are reserved at admission, and only Refill and 7 remain. With an
-exclusive store, a Join comes before 2 if leaving sequences need blocks of sequences on their way back. Streamed decode
-has no 3 and 4, because running sequences hold no pages of the device.
+The forms of KV differ. Without a store all pages are reserved at admission, and only Refill and 7 remain; if
+reservations grow, 5 and 6 bring back sequences that gave way. With an exclusive store, a Join comes before 2 if leaving
+sequences need blocks of sequences on their way back. Streamed decode has no 3 and 4, because running sequences hold no
+pages of the device.
 
-With several ranks, rank_agreement decides from the states of all ranks whether they prefill and which sequences
-migrate; a KV policy that is local (`KVPolicy.is_local`) decides the rest for its own rank.
+With several ranks, each first extends its own reservations. Then rank_agreement decides from the states of all ranks
+whether they prefill and which sequences migrate; a KV policy that is local (`KVPolicy.is_local`) decides the rest for
+its own rank.
 
 The same state, plan and policy give the same actions. The scheduler carries them out on a device, a simulator in
 modelled time, and a replay compares them with a recording.

@@ -19,7 +19,7 @@ from sgl_batch.core.rank_agreement import GroupDecision, Migration, Movable, Ran
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import of_prompt
 
-VERSION = 3
+VERSION = 4
 # The counts of a State by their names in a record.
 COUNTS = {
     "running": "running",
@@ -88,10 +88,11 @@ class Observed:
     ) -> Plain:
         """Return the decision as plain data.
 
-        `decision`: what was decided. "next": what the rank does next. With several ranks, "boundary": what a rank does
-        at a boundary at which no rank prefills; "step": its part in a step.
+        `decision`: what was decided. "next": what the rank does next. With several ranks, "growth": which reservations
+        are extended at a boundary; "boundary": what a rank does at a boundary at which no rank prefills; "step": its
+        part in a step.
         """
-        counts_alone = decision != "boundary" and not plan.mix_prefill and _from_counts_alone(actions)
+        counts_alone = decision in ("next", "step") and not plan.mix_prefill and _from_counts_alone(actions)
         return {
             "version": VERSION,
             "decision": decision,
@@ -243,6 +244,9 @@ def _plain_rank(rank: RankState) -> Plain:
         "free_pages": rank.free_pages,
         "overflow_pages": rank.overflow_pages,
         "largest": rank.largest,
+        "grows": rank.grows,
+        "largest_gap": rank.largest_gap,
+        "has_waiting": rank.has_waiting,
         "capacity": None if rank.capacity is None else asdict(rank.capacity),
         "ready": _plain_movable(rank.ready),
         "running": _plain_movable(rank.running),
@@ -250,4 +254,7 @@ def _plain_rank(rank: RankState) -> Plain:
 
 
 def _plain_movable(items: Iterable[Movable]) -> list[Mapping[str, Any]]:
-    return [{"sequence": rows_of([item.sequence])[0], "tokens": item.tokens, "pages": item.pages} for item in items]
+    return [
+        {"sequence": rows_of([item.sequence])[0], "tokens": item.tokens, "pages": item.pages, "gap": item.gap}
+        for item in items
+    ]

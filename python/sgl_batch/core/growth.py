@@ -21,6 +21,12 @@ and no sequence is ever stuck, though no KV is computed twice:
 Giving pages back keeps the inequality, because no term on its left grows. An extension by n pages adds n to the sum and
 takes at most n from G, so that a part of several extensions fits where all of them do.
 
+Each of several ranks has an account of its own, and keeps its inequality by itself; so no rank waits for another. A
+sequence that moves is to its new rank like one that is admitted: it fits there with the pages to the next boundary and
+with the gap to its whole need, and goes to no rank where a sequence is stalled or away. One that is away does not move.
+Where it comes from, its pages come free, as at its end. The control rank decides about prompts and moves from the sums
+of each account (rank_agreement); each rank extends, suspends and brings back its own sequences.
+
 Running sequences are extended first, those with the least output before others, so that the most decoded are suspended
 if pages lack (BatchGen 5.2). Waiting sequences get what is left when they are to run. If any sequence cannot be
 extended and none borrows, the one that arrived first does. How much each needs follows from `residency.pages_to_run`.

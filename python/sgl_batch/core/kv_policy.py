@@ -1,4 +1,4 @@
-"""Decides at a boundary where KV lies: the interface of KV policies, and the policy for the device alone.
+"""Decides at a boundary where KV lies: the interface of KV policies, and the policies for the device alone.
 
 The policies for a host KV store are in `store_policies`. What a policy decides, the same form in kv_offload/ carries
 out.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sgl_batch.core.actions import Action, Actions, BeginInterval, Grow, Idle, Join, Prefill, Refill, Restore, Step
+from sgl_batch.core.actions import Action, Actions, BeginInterval, Idle, Join, Prefill, Refill, Restore, Step
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.growth import extend_waiting
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State, refill_or_go_on
-from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import Movable
 
@@ -79,10 +78,7 @@ class KVPolicy(Protocol):
 
 
 class DeviceOnly:
-    """KV lies on the device alone: from its admission on, a sequence holds all pages that it can need.
-
-    Where reservations grow it holds what it has reserved, and may give way to others with all its KV.
-    """
+    """KV lies on the device alone: from its admission on, a sequence holds all pages that it can need."""
 
     name = "device"
     is_local = False
@@ -94,8 +90,6 @@ class DeviceOnly:
         return Prefill(units=units)
 
     def at_boundary(self, state: State, kv: KVState, plan: Plan, *, others_run: bool = False) -> Actions:
-        if kv.admission.policy.grows:
-            return _refill_growing(state, kv.admission, plan)
         action = refill_or_go_on(state, plan)
         if isinstance(action, Idle):
             return (action,)
@@ -107,26 +101,45 @@ class DeviceOnly:
         return ready, running
 
 
-def _refill_growing(state: State, ledger: PageLedger, plan: Plan) -> Actions:
-    """Return the actions that let waiting sequences run whose reservations last for the coming interval.
+class Overflowing:
+    """KV lies on the device alone, and reservations grow (core/growth).
 
-    Those that are away begin to come back; a rank without rows waits for them.
+    A sequence holds the pages that it has reserved, and may give way to others with all its KV.
     """
-    room = max(0, plan.decode.b_moe - state.running - state.returning)
-    waiting = sorted(state.ready, key=lambda sequence: sequence.arrival)
-    slots = state.free_request_slots - state.returning
-    trial, found = extend_waiting(waiting, ledger, plan, most=room, request_slots=slots)
-    joining = tuple(sequence for sequence in found if ledger.holds(sequence.sequence_id))
-    runs, returns = bool(joining or state.running), bool(trial.back or state.returning)
-    if not (runs or returns):
-        return (Idle(),)
-    actions: list[Action] = [*trial.grow()]
-    if joining:
-        actions.append(Refill(sequences=joining))
-    if trial.back:
-        actions.append(Restore(pages=tuple(trial.back)))
-    if not runs:
-        return (*actions, Join(wait=True), BeginInterval())
-    # What goes along with a step is decided by the account as it is after these actions.
-    changes_account = any(isinstance(action, Grow | Restore) for action in actions)
-    return (*actions, BeginInterval()) if changes_account else (*actions, BeginInterval(), Step())
+
+    name = "overflowing"
+    is_local = True
+
+    def capacity(self, state: State, kv: KVState, plan: Plan) -> None:
+        """Return None: prompts are computed on the device, and the account of admission limits them."""
+
+    def prefill(self, units: tuple[Admission, ...], state: State, kv: KVState, plan: Plan) -> Prefill:
+        return Prefill(units=units)
+
+    def at_boundary(self, state: State, kv: KVState, plan: Plan, *, others_run: bool = False) -> Actions:
+        """See KVPolicy. Waiting sequences run whose reservations last for the coming interval.
+
+        Those that are away begin to come back; where no rank has rows, this one waits for them.
+        """
+        ledger, room = kv.admission, max(0, plan.decode.b_moe - state.running - state.returning)
+        waiting = sorted(state.ready, key=lambda sequence: sequence.arrival)
+        slots = state.free_request_slots - state.returning
+        trial, found = extend_waiting(waiting, ledger, plan, most=room, request_slots=slots)
+        joining = tuple(sequence for sequence in found if ledger.holds(sequence.sequence_id))
+        runs, returns = bool(joining or state.running), bool(trial.back or state.returning)
+        if not (runs or returns):
+            return (Idle(),)
+        actions: list[Action] = [*trial.grow()]
+        if joining:
+            actions.append(Refill(sequences=joining))
+        if trial.back:
+            actions.append(Restore(pages=tuple(trial.back)))
+        if not (runs or others_run):
+            actions.append(Join(wait=True))
+        return (*actions, BeginInterval())
+
+    def movable(
+        self, ready: list[Movable], running: list[Movable], kv: KVState, plan: Plan
+    ) -> tuple[list[Movable], list[Movable]]:
+        """Return all but the sequences that are away, whose KV another rank cannot read."""
+        return [item for item in ready if kv.admission.holds(item.sequence.sequence_id)], running

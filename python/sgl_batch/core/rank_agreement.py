@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from sgl_batch.core.actions import Actions, Idle, Migrate, Prefill, Refill
+from sgl_batch.core.admission_policy import RESERVE, AsNoted
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_boundary, prefill_units
 from sgl_batch.core.page_ledger import PageLedger
@@ -100,22 +101,25 @@ def rank_is_due(state: State, plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
-    """A waiting or running sequence that may change its rank, with `tokens` of KV and `pages` reserved for it.
+    """A waiting or running sequence that may change its rank, with `tokens` of KV.
 
-    A sequence that belongs to several ranks stays with them.
+    It reserves `pages` where it arrives, and can need `gap` more. A sequence that belongs to several ranks stays with
+    them.
     """
 
     sequence: SequenceState
     tokens: int
     pages: int
+    gap: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
     """A rank at a boundary: its state, its account of pages for admission, and the sequences that may leave it.
 
-    `overflow_pages`, `largest` and `capacity` are for an exclusive store. `ready` and `running`: the waiting and the
-    running sequences that may leave.
+    `overflow_pages`, `largest` and `capacity` are for an exclusive store. `grows`, `largest_gap` and `has_waiting` are
+    for reservations that grow, as in its `PageLedger`. `ready` and `running`: the waiting and the running sequences
+    that may leave.
     """
 
     state: State
@@ -123,15 +127,50 @@ class RankState:
     free_pages: int
     overflow_pages: int = 0
     largest: int = 0
+    grows: bool = False
+    largest_gap: int = 0
+    has_waiting: bool = False
     capacity: TierCapacity | None = None
     ready: Sequence[Movable] = ()
     running: Sequence[Movable] = ()
 
+    @classmethod
+    def of(
+        cls,
+        state: State,
+        account: PageLedger,
+        capacity: TierCapacity | None,
+        movable: tuple[Sequence[Movable], Sequence[Movable]],
+    ) -> RankState:
+        """Return the state of a rank with this account of admission. `movable`: waiting and running sequences."""
+        ready, running = movable
+        return cls(
+            state=state,
+            total_pages=account.total_pages,
+            free_pages=account.free_pages,
+            overflow_pages=account.overflow_pages,
+            largest=account.largest,
+            grows=account.policy.grows,
+            largest_gap=account.largest_gap,
+            has_waiting=account.has_waiting,
+            capacity=capacity,
+            ready=ready,
+            running=running,
+        )
+
     def ledger(self, page_size: int) -> PageLedger:
-        """Return the account as a ledger, in which the reservations have no owners."""
-        ledger = PageLedger(self.total_pages, page_size, overflow_pages=self.overflow_pages)
+        """Return the account as a ledger, in which the reservations have no owners.
+
+        Where reservations grow, a queued sequence reserves what its own rank has noted of it.
+        """
+        policy = AsNoted() if self.grows else RESERVE
+        ledger = PageLedger(self.total_pages, page_size, overflow_pages=self.overflow_pages, policy=policy)
         if self.largest:
             ledger.reserve("largest", self.largest)
+        if self.largest_gap:
+            ledger.reserve("largest gap", 0, whole=self.largest_gap)
+        if self.has_waiting:
+            ledger.away.add("waits")
         ledger.add_prompt_pages(ledger.free_pages - self.free_pages)
         return ledger
 
@@ -245,7 +284,9 @@ class _Load:
 
     total: all its sequences.
     movable: those that may leave, in the order in which they are moved.
-    free_pages: pages in the account of admission.
+    room: pages in the account of admission that are free or kept for the largest gap.
+    largest_gap: the most pages that one sequence can need beyond its reservation.
+    has_waiting: whether sequences wait there for pages of the account: they come before any that would arrive.
     free_tokens: tokens for which an exclusive store has pages; None without one.
     free_request_slots: how many more sequences it can hold.
     free_rows: how many more it would decode at once; 0 if it has a queue, whose head may wait for the very pages that
@@ -254,14 +295,17 @@ class _Load:
 
     total: int
     movable: list[Movable]
-    free_pages: int
+    room: int
+    largest_gap: int
+    has_waiting: bool
     free_tokens: int | None
     free_request_slots: int
     free_rows: int
 
     def fits(self, item: Movable) -> bool:
         stored = self.free_tokens is None or item.tokens <= self.free_tokens
-        return self.free_request_slots > 0 and item.pages <= self.free_pages and stored
+        pages = item.pages + max(self.largest_gap, item.gap)
+        return self.free_request_slots > 0 and not self.has_waiting and pages <= self.room and stored
 
 
 def plan_moves(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> tuple[Move, ...]:
@@ -299,7 +343,9 @@ def _load_of(rank: RankState, plan: Plan) -> _Load:
     return _Load(
         total=active + len(state.queued) + (state.begun is not None),
         movable=[item for item in (*rank.ready, *running) if len(item.sequence.ranks) == 1],
-        free_pages=rank.free_pages,
+        room=rank.free_pages + rank.largest_gap,
+        largest_gap=rank.largest_gap,
+        has_waiting=rank.has_waiting,
         free_tokens=None if rank.capacity is None else rank.capacity.store * plan.page_size,
         free_request_slots=state.free_request_slots,
         free_rows=0 if state.queued else plan.decode.b_moe - active,
@@ -310,7 +356,8 @@ def _move(loads: list[_Load], item: Movable, source: int, target: int) -> Move:
     loads[source].movable.remove(item)
     loads[source].total -= 1
     loads[target].total += 1
-    loads[target].free_pages -= item.pages
+    loads[target].room -= item.pages
+    loads[target].largest_gap = max(loads[target].largest_gap, item.gap)
     left = loads[target].free_tokens
     if left is not None:
         loads[target].free_tokens = left - item.tokens

@@ -14,7 +14,8 @@ from sgl_batch.core.admission_policy import AsNoted
 from sgl_batch.core.decision_record import COUNTS, VERSION, plain_actions, plain_group
 from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.exclusive import TierCapacity
-from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy
+from sgl_batch.core.growth import extend_running
+from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy, Overflowing
 from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
@@ -29,6 +30,7 @@ Record = Mapping[str, Any]
 # Policies by their names in records.
 POLICIES: dict[str, Callable[[], KVPolicy]] = {
     "device": DeviceOnly,
+    "overflowing": Overflowing,
     "inclusive": Inclusive,
     "exclusive": Exclusive,
     "exclusive on device": lambda: Exclusive(to_store=False),
@@ -124,6 +126,8 @@ def _own(record: Record, policies: dict[str, KVPolicy]) -> Any:
         return plain_actions((decide.compose(state, kv, plan, policy),))
     if record["decision"] == "boundary":
         return plain_actions(policy.at_boundary(state, kv, plan, others_run=record["others_run"]))
+    if record["decision"] == "growth":
+        return plain_actions(extend_running(kv, plan))
     return plain_actions(decide.decide(state, kv, plan, policy))
 
 
@@ -211,8 +215,10 @@ def _rank(plain: Record) -> RankState:
         ready=[_movable(item) for item in plain["ready"]],
         running=[_movable(item) for item in plain["running"]],
         **numbers,
+        **{name: plain[name] for name in ("grows", "largest_gap", "has_waiting")},
     )
 
 
 def _movable(plain: Record) -> Movable:
-    return Movable(sequence=_sequence(plain["sequence"]), tokens=plain["tokens"], pages=plain["pages"])
+    numbers = {name: plain[name] for name in ("tokens", "pages", "gap")}
+    return Movable(sequence=_sequence(plain["sequence"]), **numbers)

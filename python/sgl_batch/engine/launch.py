@@ -124,7 +124,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     overflows = config.schedule.admission != RESERVE.name
     _check_store(config.memory, merged.get("attention_backend"), on_cpu=on_cpu(kwargs), overflows=overflows)
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
-    merged.update(_rank_arguments(merged, config.schedule.admission))
+    merged.update(_rank_arguments(merged))
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
     merged.update(family_arguments(merged, config, on_cpu=on_cpu(kwargs)))
     if config.memory.weights == "streamed" or (merged.get("dp_size") or 1) > 1:
@@ -245,7 +245,7 @@ def _check_choices(config: BatchConfig, merged: Mapping[str, object], *, on_cpu:
         )
 
 
-def _rank_arguments(merged: dict[str, Any], admission: str) -> dict[str, Any]:
+def _rank_arguments(merged: dict[str, Any]) -> dict[str, Any]:
     """Return SGLang's arguments for several ranks.
 
     Each rank is a scheduler of its own, with attention and KV for its own sequences. To SGLang they are data-parallel
@@ -255,11 +255,6 @@ def _rank_arguments(merged: dict[str, Any], admission: str) -> dict[str, Any]:
     ranks = max(sizes.values())
     if ranks == 1:
         return {}
-    if admission != RESERVE.name:
-        raise ConfigError(
-            f"admission is {admission!r}, and with {ranks} ranks a sequence reserves all pages that it can need: leave "
-            "admission out, or run one rank"
-        )
     if set(sizes.values()) != {ranks} or not merged.get("enable_dp_attention"):
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(

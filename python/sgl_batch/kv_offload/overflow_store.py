@@ -100,6 +100,7 @@ class OverflowFile:
         *,
         page_size: int,
         device_pages: int,
+        num_ranks: int = 1,
         in_memory: bool = False,
     ) -> None:
         """Take note of what a store will be made of.
@@ -111,10 +112,12 @@ class OverflowFile:
             copy_engines: makes the copy engines of a store.
             page_size: tokens of a page.
             device_pages: how many pages the device has: as many blocks has a store in memory.
+            num_ranks: how many ranks may each have a file in that directory: they share what is free there.
             in_memory: whether to take memory instead of a file.
         """
         self._pool, self._memory, self._counters, self._copy_engines = pool, memory, counters, copy_engines
         self._page_size, self._device_pages, self._in_memory = page_size, device_pages, in_memory
+        self._num_ranks = num_ranks
         self._store: HostKVStore | None = None
         self._engine: CopyEngine | None = None
         self._claimed = 0
@@ -143,7 +146,7 @@ class OverflowFile:
             if not self._in_memory:
                 directory = self._directory
                 space = os.statvfs(directory)
-                num_bytes = int((1 - _LEFT_FREE) * space.f_bavail * space.f_frsize)
+                num_bytes = int((1 - _LEFT_FREE) * space.f_bavail * space.f_frsize / self._num_ranks)
             self._store = HostKVStore.create(geometry, num_bytes=num_bytes, directory=directory)
         except (ConfigError, OSError) as error:
             self._give_up(str(error))

@@ -37,7 +37,6 @@ from typing import TypeVar
 from sgl_batch.core import actions, decide, growth
 from sgl_batch.core.admission import Admission
 from sgl_batch.core.coroutine import Event
-from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.kv_policy import KVPolicy
 from sgl_batch.core.kv_state import KVState
@@ -166,6 +165,15 @@ class BoundaryExecutor:
                     case _:
                         running = self._do(action, running, began)
 
+    def extend_running(self, running: ScheduleBatch) -> ScheduleBatch:
+        """Extend the reservations of running sequences at a boundary of several ranks, where reservations grow."""
+        if self.admission_ledger.policy.grows:
+            for action in self._recorded(
+                running, lambda _, kv: growth.extend_running(kv, self.plan), decision="growth"
+            ):
+                running = self._do(action, running, 0.0)
+        return running
+
     def cross_boundary(self, running: ScheduleBatch, *, others_run: bool) -> ScheduleBatch:
         """Decide alone at a boundary of several ranks at which none prefills, up to the begin of the interval.
 
@@ -176,9 +184,13 @@ class BoundaryExecutor:
         Returns:
             The decode batch from now on. Choices that have forked meanwhile end this early; they are prefilled next.
         """
+
+        def make(state: State, kv: KVState) -> actions.Actions:
+            return self._policy.at_boundary(state, kv, self.plan, others_run=others_run)
+
         began, boundaries = time.perf_counter(), self._boundaries
         while self._boundaries == boundaries and not self._unbatched.forked:
-            for action in self._decide_boundary(running, others_run=others_run):
+            for action in self._recorded(running, make, decision="boundary", others_run=others_run):
                 running = self._do(
                     actions.BeginInterval() if isinstance(action, actions.Idle) else action, running, began
                 )
@@ -193,12 +205,6 @@ class BoundaryExecutor:
         )
         return self.step(action, running)
 
-    def _decide_boundary(self, running: ScheduleBatch, *, others_run: bool) -> actions.Actions:
-        def make(state: State, kv: KVState) -> actions.Actions:
-            return self._policy.at_boundary(state, kv, self.plan, others_run=others_run)
-
-        return self._recorded(running, make, decision="boundary", others_run=others_run)
-
     def _recorded(
         self,
         running: ScheduleBatch,
@@ -207,16 +213,9 @@ class BoundaryExecutor:
         decision: str = "next",
         others_run: bool = False,
     ) -> tuple[A, ...]:
-        """Return the decision of `make`, and write it to the trace where there is one."""
-        state, kv = self.state(running), self.kv_state(running)
-        if not self._trace.is_open:
-            return make(state, kv)
-        observed = Observed(state, kv)
-        decided = make(observed.state, observed.kv)
-        self._trace.write_decision(
-            observed.record(self.plan, self._policy.name, decided, decision=decision, others_run=others_run)
-        )
-        return decided
+        """Return the decision of `make`, which is written to the trace where there is one."""
+        state, kv, name = self.state(running), self.kv_state(running), self._policy.name
+        return self._trace.decided(make, state, kv, self.plan, name, decision, others_run=others_run)
 
     def _do(self, action: actions.Action, running: ScheduleBatch, boundary_began: float) -> ScheduleBatch:
         """Carry out an action that is not for the device; return the decode batch."""
@@ -359,7 +358,7 @@ class BoundaryExecutor:
 
     def movable(self, running: ScheduleBatch) -> tuple[list[Movable], list[Movable]]:
         """Return the READY and the RUNNING sequences that can migrate to another rank now."""
-        ready, run = self.table.movable(running)
+        ready, run = self.table.movable(running, self.plan)
         return self._policy.movable(ready, run, self.kv_state(running), self.plan)
 
     @property

@@ -34,7 +34,7 @@ class StepMessage(msgspec.Struct, tag="step", array_like=True, frozen=True):
 
 
 class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence as decisions see it. `tokens` of KV and reserved `pages` are -1 where it cannot move."""
+    """A sequence as decisions see it. `tokens`, `pages` and `gap` are a `Movable`'s; -1 if it cannot move."""
 
     sequence_id: str
     arrival: int
@@ -44,9 +44,11 @@ class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
     choice: int
     tokens: int
     pages: int
+    gap: int
     shared_tokens: int
     generated_tokens: int
     computed_tokens: int
+    expected_tokens: int
 
 
 class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
@@ -65,6 +67,9 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     free_pages: int
     overflow_pages: int
     largest: int
+    grows: bool
+    largest_gap: int
+    has_waiting: bool
     capacity: tuple[int | None, int, bool] | None
     begun: SequenceRow | None
 
@@ -127,6 +132,9 @@ def message_of(rank: RankState) -> StateMessage:
         free_pages=rank.free_pages,
         overflow_pages=rank.overflow_pages,
         largest=rank.largest,
+        grows=rank.grows,
+        largest_gap=rank.largest_gap,
+        has_waiting=rank.has_waiting,
         capacity=None if rank.capacity is None else (rank.capacity.device, rank.capacity.store, rank.capacity.to_store),
         begun=None if state.begun is None else _row_of(state.begun),
     )
@@ -143,9 +151,11 @@ def _row_of(sequence: SequenceState, movable: Movable | None = None) -> Sequence
         sequence.choice,
         -1 if movable is None else movable.tokens,
         -1 if movable is None else movable.pages,
+        -1 if movable is None else movable.gap,
         sequence.shared_tokens,
         sequence.generated_tokens,
         sequence.computed_tokens,
+        sequence.expected_tokens,
     )
 
 
@@ -161,6 +171,7 @@ def _sequence_of(row: SequenceRow, status: Status, ranks: frozenset[int]) -> Seq
         shared_tokens=row.shared_tokens,
         generated_tokens=row.generated_tokens,
         computed_tokens=row.computed_tokens,
+        expected_tokens=row.expected_tokens,
         ranks=ranks,
     )
 
@@ -170,12 +181,12 @@ def state_of(message: StateMessage, rank: int) -> RankState:
     of = frozenset((rank,))
     ready = [_sequence_of(row, Status.READY, of) for row in message.ready]
     movable = [
-        Movable(sequence=sequence, tokens=row.tokens, pages=row.pages)
+        Movable(sequence=sequence, tokens=row.tokens, pages=row.pages, gap=row.gap)
         for row, sequence in zip(message.ready, ready, strict=True)
         if row.pages >= 0
     ]
     running = [
-        Movable(sequence=_sequence_of(row, Status.RUNNING, of), tokens=row.tokens, pages=row.pages)
+        Movable(sequence=_sequence_of(row, Status.RUNNING, of), tokens=row.tokens, pages=row.pages, gap=row.gap)
         for row in message.running_movable
     ]
     state = State(
@@ -195,6 +206,9 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         free_pages=message.free_pages,
         overflow_pages=message.overflow_pages,
         largest=message.largest,
+        grows=message.grows,
+        largest_gap=message.largest_gap,
+        has_waiting=message.has_waiting,
         capacity=None if message.capacity is None else _capacity_of(*message.capacity),
         ready=movable,
         running=running,

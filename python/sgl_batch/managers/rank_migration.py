@@ -76,7 +76,7 @@ class RankSequences:
     """The `SequenceStore` of a scheduler process whose KV lies on the device alone."""
 
     def __init__(self, scheduler: SGLangScheduler, executor: BoundaryExecutor) -> None:
-        self._scheduler, self._table = scheduler, executor.table
+        self._scheduler, self._executor, self._table = scheduler, executor, executor.table
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._page_size: int = scheduler.page_size
         self._expected: dict[str, _Expected] = {}
@@ -94,7 +94,7 @@ class RankSequences:
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
         request = request_of(header, self._scheduler)
-        refusal = self._table.expect(request)
+        refusal = self._table.expect(request, self._executor.plan)
         if refusal is not None:
             return Refusal(reason=refusal)
         kv_indices = self._scheduler.token_to_kv_pool_allocator.alloc(header.num_pages * self._page_size)

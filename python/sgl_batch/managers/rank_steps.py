@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sgl_batch.core.admission import Admission
+from sgl_batch.core.admission import Admission, note_expected
 from sgl_batch.core.rank_agreement import GroupStep, Move, RankHeader, RankState, StepKind, rank_is_due
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
-from sgl_batch.managers.rank_messages import BoundaryActions, StateMessage, message_of
+from sgl_batch.managers.rank_messages import MOST_QUEUED, BoundaryActions, StateMessage, message_of
 from sgl_batch.managers.rank_migration import RankMigration
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 
@@ -87,6 +87,7 @@ class RankSteps:
 
     def _boundary(self, running: ScheduleBatch, step: GroupStep) -> Part:
         executor, began = self._executor, time.perf_counter()
+        running = executor.extend_running(running)
         with executor.clock.part("boundary"):
             actions = self._group.decide(self._state_message(running), executor.plan)
         batch = None
@@ -132,22 +133,15 @@ class RankSteps:
     def _state_message(self, running: ScheduleBatch) -> StateMessage:
         """Return this rank's state for the control rank."""
         executor = self._executor
-        ready, run = executor.movable(running)
         ledger, state = executor.admission_ledger, executor.state(running)
         executor.estimate_shared(state)
-        return message_of(
-            RankState(
-                state=state,
-                total_pages=ledger.total_pages,
-                free_pages=ledger.free_pages,
-                overflow_pages=ledger.overflow_pages,
-                largest=ledger.largest,
-                capacity=executor.capacity(running),
-                ready=ready,
-                running=run,
-            )
-        )
+        for sequence in state.queued[:MOST_QUEUED] if ledger.policy.grows else ():
+            note_expected(Admission(leader=sequence), ledger.policy)
+        return message_of(RankState.of(state, ledger, executor.capacity(running), executor.movable(running)))
 
     def _units(self, actions: BoundaryActions) -> tuple[Admission, ...]:
-        units = [self._executor.queued_named(names) for names in actions.units]
-        return tuple(Admission(leader=leader, followers=tuple(followers)) for leader, *followers in units)
+        named = [self._executor.queued_named(names) for names in actions.units]
+        units = tuple(Admission(leader=leader, followers=tuple(followers)) for leader, *followers in named)
+        for unit in units:
+            note_expected(unit, self._executor.admission_ledger.policy)
+        return units

@@ -121,6 +121,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             choices.decode_kv.mode,
             make_admission(context.config.schedule.admission),
             context.config.memory,
+            num_ranks=1 if context.rank_context is None else context.rank_context.topology.num_ranks,
         )
         order = make_order(context.config.schedule.order)
         executor = BoundaryExecutor(
@@ -143,7 +144,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             RankMigration, rank_context, backend=rank_context.backend(self.device), step_timeout_s=_STEP_TIMEOUT_S
         )
         RankHeartbeat(rank_context, ranks.rank_timeout_s).start()
-        if self._tiers is None:
+        # With an account of its own for admission, sequences that can move have their KV in the store, or can go there.
+        if self._tiers is None or self.executor.admission_ledger is self.executor.ledger:
             return RankSteps(self.executor, group, migrates(RankSequences(self, self.executor)))
         return RankSteps(self.executor, group, migrates(StoredSequences(self, self.executor, self._tiers.stored)))
 

@@ -9,10 +9,12 @@ from collections import Counter
 from typing import Protocol
 
 from sgl_batch.core.actions import Actions
+from sgl_batch.core.admission import arriving_pages
 from sgl_batch.core.coroutine import Event, Transition, advance
 from sgl_batch.core.decide import on_arrival
 from sgl_batch.core.decision_record import arrival_record
 from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import migrate, yield_
 from sgl_batch.core.rank_agreement import Movable
 from sgl_batch.core.sequence import SequenceState, Status
@@ -249,25 +251,31 @@ class SequenceTable:
         """Return whether a sequence is in the decode batch."""
         return self._sequences[name].status is Status.RUNNING
 
-    def movable(self, running: ScheduleBatch) -> tuple[list[Movable], list[Movable]]:
+    def movable(self, running: ScheduleBatch, plan: Plan) -> tuple[list[Movable], list[Movable]]:
         """Return the waiting and the running sequences that share no pages and whose state can be written down."""
-        ready = [self._movable(name) for name in self._ready]
-        run = [self._movable(request.rid) for request in running.reqs]
+        ready = [self._movable(sequence, plan) for sequence in self._ready.values()]
+        run = [self._movable(self.grown(request), plan) for request in running.reqs]
         return [item for item in ready if item is not None], [item for item in run if item is not None]
 
-    def _movable(self, name: str) -> Movable | None:
-        sequence, request = self._sequences[name], self._requests[name]
+    def _movable(self, sequence: SequenceState, plan: Plan) -> Movable | None:
+        request, ledger = self._requests[sequence.sequence_id], self._admission_ledger
         if sequence.prompt_group is not None or not movable(request):
             return None
-        return Movable(sequence=sequence, tokens=request.kv_committed_len, pages=self.ledger.whole_pages(sequence))
+        pages = arriving_pages(sequence, ledger, plan)
+        gap = ledger.whole_pages(sequence) - pages
+        return Movable(sequence=sequence, tokens=request.kv_committed_len, pages=pages, gap=gap)
 
-    def expect(self, request: Request) -> str | None:
+    def expect(self, request: Request, plan: Plan) -> str | None:
         """Reserve pages for a sequence that may arrive. Where there is no room, return why, with the numbers."""
-        ledger = self._admission_ledger
-        need = ledger.whole_pages(self._sequence_of(request))
-        if not ledger.fits(need):
-            return f"it can need {need} pages and {ledger.free_pages} are free"
-        ledger.reserve(request.rid, need)
+        ledger, sequence = self._admission_ledger, self._sequence_of(request)
+        sequence.generated_tokens = len(request.output_ids)
+        pages, whole = arriving_pages(sequence, ledger, plan), ledger.whole_pages(sequence)
+        if ledger.has_waiting:
+            return "sequences wait for pages there, and come first"
+        if not ledger.fits(pages, gap=whole - pages):
+            now = f"it needs {pages} pages now, and" if ledger.policy.grows else "it"
+            return f"{now} can need {whole} pages and {ledger.free_pages} are free"
+        ledger.reserve(request.rid, pages, whole=whole)
         return None
 
     def expect_no_more(self, name: str) -> None:

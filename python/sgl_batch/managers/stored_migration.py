@@ -40,7 +40,7 @@ class StoredSequences:
             return Refusal(
                 reason=f"it has {len(header.store_blocks)} pages in the store, of which {self._stored.free} are free"
             )
-        refusal = self._table.expect(request)
+        refusal = self._table.expect(request, self._executor.plan)
         if refusal is not None:
             return Refusal(reason=refusal)
         self._stored.take_over(header.sequence_id, header.store_blocks, header.position)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Mapping
+from typing import BinaryIO, TypeVar
 
+from sgl_batch.core.actions import Action
 from sgl_batch.core.coroutine import Transition
+from sgl_batch.core.decision_record import Observed
+from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.page_boundary import State
+from sgl_batch.core.plan import Plan
 from sgl_batch.errors import ConfigError
+
+A = TypeVar("A", bound=Action)
 
 
 class TraceWriter:
@@ -52,6 +59,35 @@ class TraceWriter:
             }
             for change in transitions
         )
+
+    def decided(
+        self,
+        make: Callable[[State, KVState], tuple[A, ...]],
+        state: State,
+        kv: KVState,
+        plan: Plan,
+        policy: str,
+        decision: str,
+        *,
+        others_run: bool = False,
+    ) -> tuple[A, ...]:
+        """Return the decision of `make` from this state, and write its record, if there is a trace file.
+
+        Args:
+            make: makes the decision.
+            state: the rank's sequences.
+            kv: where their KV lies.
+            plan: the plan in force.
+            policy: the name of the KV policy.
+            decision: what is decided; see `Observed.record`.
+            others_run: whether another rank has rows to decode.
+        """
+        if self._file is None:
+            return make(state, kv)
+        observed = Observed(state, kv)
+        made = make(observed.state, observed.kv)
+        self.write_decision(observed.record(plan, policy, made, decision=decision, others_run=others_run))
+        return made
 
     def write_decision(self, record: Mapping[str, object]) -> None:
         """Write the record of a decision."""

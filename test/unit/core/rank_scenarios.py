@@ -82,6 +82,27 @@ def tight(seed: int) -> Scenario:
     )
 
 
+def outgrowing(seed: int) -> Scenario:
+    """Return a tight job whose sequences may outgrow what they have reserved: outputs are long, and pages few."""
+    scenario, rng = tight(seed), random.Random(seed)
+    made = plan(
+        b_moe_prefill=rng.randint(40, 200),
+        b_moe=rng.randint(2, 10),
+        boundary_tokens=rng.randint(1, 12),
+        ready_target=12,
+        mix_prefill=rng.choice((0, 0, 16)),
+    )
+    requests = []
+    for request in scenario.requests[:16]:
+        most = rng.randint(2, 150)
+        output = most if rng.random() < 0.3 else rng.randint(1, most)
+        prompt = min(request.prompt, 60)
+        requests.append(dataclasses.replace(request, prompt=prompt, max_new=most, output=output))
+    return dataclasses.replace(
+        scenario, plan=made, pages=rng.randint(28, 60), request_slots=12 + rng.randint(0, 8), requests=requests
+    )
+
+
 def roomy(seed: int) -> Scenario:
     """Return a job with room for all, whose sequences can all move; one rank gets most of them."""
     rng = random.Random(seed)

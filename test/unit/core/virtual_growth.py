@@ -29,7 +29,7 @@ from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.decide import decide
 from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.growth import carry_out
-from sgl_batch.core.kv_policy import DeviceOnly
+from sgl_batch.core.kv_policy import Overflowing
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger, pages_for
@@ -60,7 +60,7 @@ class VirtualGrowth:
         self.account = PageLedger(pages if store_pages is None else store_pages, plan.page_size, policy=policy)
         self.device: PageLedger = self.account if store_pages is None else PageLedger(pages, plan.page_size)
         self.has_store = store_pages is not None
-        self.kv_policy = Inclusive() if self.has_store else DeviceOnly()
+        self.kv_policy = Inclusive() if self.has_store else Overflowing()
         self.lengths: dict[str, int] = {}
         self.queue: list[SequenceState] = []
         self.ready: dict[str, SequenceState] = {}

@@ -5,18 +5,35 @@ It has the methods of the executor that the steps of several ranks call, and che
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 
+from virtual_overflow import VirtualOverflow
 from virtual_sequences import Batch, Fate, Request, Running, computed_with, prompt_of
 
-from sgl_batch.core.actions import Chunk, Prefill
-from sgl_batch.core.admission import Admission, group_by_prompt, refusal, reserve
+from sgl_batch.core import growth
+from sgl_batch.core.actions import (
+    Action,
+    Actions,
+    BeginInterval,
+    Chunk,
+    Grow,
+    Idle,
+    Join,
+    Prefill,
+    Refill,
+    Restore,
+    Suspend,
+)
+from sgl_batch.core.admission import Admission, arriving_pages, group_by_prompt, note_expected, refusal, reserve
+from sgl_batch.core.admission_policy import RESERVE, AdmissionPolicy
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.decide import compose
-from sgl_batch.core.kv_policy import DeviceOnly
+from sgl_batch.core.decision_record import Observed
+from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy, Overflowing
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
-from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.prefixes import PrefixTree, estimate_shared
 from sgl_batch.core.primitives import combine, migrate, yield_
@@ -26,11 +43,28 @@ from sgl_batch.metrics.counters import PartClock
 
 
 class VirtualRank:
-    """The sequences of one rank. `fates`: by sequence id, shared by all ranks."""
+    """The sequences of one rank. `fates`: by sequence id, shared by all ranks.
 
-    def __init__(self, plan: Plan, fates: dict[str, Fate], *, pages: int, request_slots: int) -> None:
+    `overflow`: where sequences go that give way, if reservations grow by `admission`. `records`: of its own decisions.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        fates: dict[str, Fate],
+        *,
+        pages: int,
+        request_slots: int,
+        admission: AdmissionPolicy = RESERVE,
+        overflow: VirtualOverflow | None = None,
+    ) -> None:
         self.plan, self.request_slots, self.fates = plan, request_slots, fates
-        self.ledger = PageLedger(pages, plan.page_size)
+        self.ledger = PageLedger(pages, plan.page_size, policy=admission)
+        self.overflow = VirtualOverflow(0, restore_steps=0) if overflow is None else overflow
+        self.decides_alone = admission.grows
+        self._policy: KVPolicy = Overflowing() if admission.grows else DeviceOnly()
+        self.records: list[dict] = []
+        self.suspensions = self.boundaries = 0
         self.clock = PartClock()
         self.queued: dict[str, SequenceState] = {}
         self.ready: dict[str, SequenceState] = {}
@@ -82,6 +116,7 @@ class VirtualRank:
             self.ready.values(),
             self.running.reqs,
             begun,
+            self.overflow.returning,
             *self.forks.values(),
         )
         return [sequence.sequence_id for collection in collections for sequence in collection]
@@ -96,16 +131,18 @@ class VirtualRank:
     def admission_ledger(self) -> PageLedger:
         return self.ledger
 
-    decides_alone = False
-
     def capacity(self, running: Running) -> None:
         """Return None: there is one tier."""
 
     def assign_tier(self, units: tuple[Admission, ...], running: Running) -> Prefill:
         return Prefill(units=units, rest=self.state(running).rest)
 
-    def join_arrived(self, running: Running) -> Running:
-        """Return the running batch: no KV is on its way."""
+    def join_arrived(self, running: Running, *, wait: bool = False) -> Running:
+        came = self.overflow.arrived(wait=wait)
+        for sequence in came:
+            self.ledger.come_back(sequence.sequence_id)
+        combine(came, Event.COMBINE_DECODE, "")
+        running.reqs += came
         return running
 
     def sync(self) -> None:
@@ -113,32 +150,32 @@ class VirtualRank:
 
     def state(self, running: Running) -> State:
         promised = len(self.forked) + sum(len(forks) for forks in self.forks.values()) + (self.begun is not None)
+        waiting = sum(name not in self.ledger.away for name in self.ready)
         return State(
             queued=list(self.queued.values()),
             ready=list(self.ready.values()),
             running=len(running.reqs),
             steps=self._steps,
             request_slots=self.request_slots,
-            free_request_slots=self.request_slots - len(running.reqs) - len(self.ready) - promised,
+            free_request_slots=self.request_slots - len(running.reqs) - waiting - promised,
             filling=self._filling,
             changed=self._changes != self._changes_at_boundary,
+            returning=len(self.overflow.returning),
             queued_tokens=sum(sequence.prompt_tokens for sequence in self.queued.values()),
             begun=self.begun,
         )
 
     def movable(self, running: Running) -> tuple[list[Movable], list[Movable]]:
         def items(sequences: Sequence[SequenceState]) -> list[Movable]:
-            return [
-                Movable(
-                    sequence=sequence,
-                    tokens=sequence.prompt_tokens + self.fates[sequence.sequence_id].generated - 1,
-                    pages=self.ledger.whole_pages(sequence),
-                )
-                for sequence in sequences
-                if sequence.prompt_group is None and not self._is_rooted(sequence)
-            ]
+            found = []
+            for one in sequences:
+                pages = arriving_pages(one, self.ledger, self.plan)
+                if one.prompt_group is None and not self._is_rooted(one):
+                    gap = self.ledger.whole_pages(one) - pages
+                    found.append(Movable(sequence=one, tokens=one.kv_tokens, pages=pages, gap=gap))
+            return found
 
-        return items(list(self.ready.values())), items(running.reqs)
+        return self._policy.movable(items(list(self.ready.values())), items(running.reqs), self._kv(running), self.plan)
 
     def _is_rooted(self, sequence: SequenceState) -> bool:
         fate = self.fates[sequence.sequence_id]
@@ -152,15 +189,11 @@ class VirtualRank:
 
     def rank_state(self) -> RankState:
         """Return the state of this rank at a boundary."""
-        self.estimate_shared(self.state(self.running))
-        ready, running = self.movable(self.running)
-        return RankState(
-            state=self.state(self.running),
-            total_pages=self.ledger.total_pages,
-            free_pages=self.ledger.free_pages,
-            ready=ready,
-            running=running,
-        )
+        state = self.state(self.running)
+        self.estimate_shared(state)
+        for sequence in state.queued:
+            note_expected(Admission(leader=sequence), self.ledger.policy)
+        return RankState.of(state, self.ledger, None, self.movable(self.running))
 
     def queued_named(self, names: Sequence[str]) -> list[SequenceState]:
         return [self.queued[name] for name in names]
@@ -183,14 +216,72 @@ class VirtualRank:
         combine(leaders, Event.COMBINE_PREFILL, "")
         return Batch(decode=False, sequences=(*(chunk.sequence for chunk in rest), *leaders), rows=tokens)
 
-    def composed_step(self, running: Running) -> Batch | None:
-        kv = KVState(
+    def _kv(self, running: Running) -> KVState:
+        return KVState(
             device=self.ledger,
             admission=self.ledger,
             runners=lambda: running.reqs,
             estimate_shared=self._estimate_shared,
         )
-        chunks = compose(self.state(running), kv, self.plan, DeviceOnly()).prefill
+
+    def extend_running(self, running: Running) -> Running:
+        if not self.ledger.policy.grows:
+            return running
+        observed = Observed(self.state(running), self._kv(running))
+        return self._carry_out(observed, growth.extend_running(observed.kv, self.plan), running, "growth")
+
+    def cross_boundary(self, running: Running, *, others_run: bool) -> Running:
+        boundaries = self.boundaries
+        while self.boundaries == boundaries:
+            observed = Observed(self.state(running), self._kv(running))
+            actions = self._policy.at_boundary(observed.state, observed.kv, self.plan, others_run=others_run)
+            running = self._carry_out(observed, actions, running, "boundary", others_run=others_run)
+        return running
+
+    def _carry_out(
+        self, observed: Observed, actions: Actions, running: Running, decision: str, *, others_run: bool = False
+    ) -> Running:
+        record = observed.record(self.plan, self._policy.name, actions, decision=decision, others_run=others_run)
+        self.records.append(json.loads(json.dumps(record)))
+        for action in actions:
+            running = self._do(action, running)
+        return running
+
+    def _do(self, action: Action, running: Running) -> Running:
+        match action:
+            case Grow():
+                growth.carry_out(action, self.ledger)
+            case Suspend(sequences=sequences):
+                self._suspend(sequences, running)
+            case Refill(sequences=sequences):
+                return self.refill(sequences, running)
+            case Restore(pages=pages):
+                for one, number in pages:
+                    self.ledger.reserve(one.sequence_id, number, whole=self.ledger.whole_pages(one))
+                    self.overflow.restore(self.ready.pop(one.sequence_id))
+            case Join(wait=wait):
+                return self.join_arrived(running, wait=wait)
+            case BeginInterval() | Idle():
+                self.begin_interval(running, 0.0)
+            case _:
+                raise AssertionError(f"{action} was not to be expected")
+        return running
+
+    def _suspend(self, sequences: tuple[SequenceState, ...], running: Running) -> None:
+        room = self.overflow.room
+        for one in sequences:
+            running.reqs.remove(one)
+            advance(one, Event.SUSPEND, "")
+            self.ready[one.sequence_id] = one
+            room -= pages_for(one.kv_tokens, self.plan.page_size)
+            if room >= 0:
+                self.overflow.put(one, self.plan.page_size)
+                self.ledger.leave(one.sequence_id)
+                self.ledger.add_prompt_pages(-len(self.tree.release(one.sequence_id)))
+        self.suspensions += len(sequences)
+
+    def composed_step(self, running: Running) -> Batch | None:
+        chunks = compose(self.state(running), self._kv(running), self.plan, self._policy).prefill
         tokens = sum(chunk.tokens for chunk in chunks)
         assert tokens <= self.plan.mix_prefill
         whole = tuple(chunk.sequence for chunk in chunks if self._compute(chunk))
@@ -210,7 +301,7 @@ class VirtualRank:
         leader = unit.leader
         match = self.tree.match_and_insert(leader.sequence_id, prompt_of(leader))
         assert match.shared * self.plan.page_size == leader.shared_tokens, "the estimate is the number of shared pages"
-        reserve(unit, self.ledger, held=len(match.pages), new=len(match.own))
+        reserve(unit, self.ledger, held=len(match.pages), new=len(match.own), plan=self.plan)
         for follower in unit.followers:
             self.tree.match_as(follower.sequence_id, leader.sequence_id, self.ledger.shared_pages(leader))
         for member in unit.members:
@@ -235,10 +326,12 @@ class VirtualRank:
         self._filling = False
         self._steps = 0
         self._changes_at_boundary = self._changes
+        self.boundaries += 1
 
     def count_step(self) -> None:
         self._filling = False
         self._steps += 1
+        self.overflow.step()
 
     # After a forward pass.
 
@@ -252,6 +345,7 @@ class VirtualRank:
             fate = self.fates[sequence.sequence_id]
             fate.left -= 1
             fate.generated += 1
+            sequence.generated_tokens = fate.generated
             if fate.aborted or fate.left == 0:
                 if sequence in decoded:
                     self.running.reqs.remove(sequence)
@@ -264,6 +358,9 @@ class VirtualRank:
     def _end(self, sequence: SequenceState, event: Event) -> None:
         advance(sequence, event, "")
         self.ended.append(sequence.sequence_id)
+        self.ledger.policy.finished(sequence, sequence.generated_tokens)
+        self.ledger.away.discard(sequence.sequence_id)
+        self.overflow.forget(sequence)
         self._let_go(sequence)
 
     def _let_go(self, sequence: SequenceState) -> None:
@@ -281,7 +378,9 @@ class VirtualRank:
 
     def expect(self, sequence: SequenceState) -> None:
         """Reserve room for a sequence that will arrive; no decision asks for more than there is."""
-        self.ledger.reserve(sequence.sequence_id, self.ledger.whole_pages(sequence))
+        assert not self.ledger.has_waiting, "those that wait for pages come first"
+        pages = arriving_pages(sequence, self.ledger, self.plan)
+        self.ledger.reserve(sequence.sequence_id, pages, whole=self.ledger.whole_pages(sequence))
         self.expected.add(sequence.sequence_id)
         assert len(self.expected) <= self.state(self.running).free_request_slots, (
             "no request slot for a sequence that arrives"
@@ -305,6 +404,7 @@ class VirtualRank:
             max_new_tokens=departed.max_new_tokens,
             choice=departed.choice,
             status=Status.MIGRATING,
+            generated_tokens=departed.generated_tokens,
         )
         self._arrivals += 1
         migrate(sequence, Event.ARRIVE, "")
@@ -313,22 +413,43 @@ class VirtualRank:
 
     def check(self) -> None:
         """Check the invariants between two steps: statuses fit, pages add up, request slots suffice."""
-        for status, sequences in (
-            (Status.QUEUED, [*self.queued.values(), *self.forked]),
-            (Status.READY, list(self.ready.values())),
-            (Status.RUNNING, self.running.reqs),
+        for statuses, sequences in (
+            ((Status.QUEUED,), [*self.queued.values(), *self.forked]),
+            ((Status.READY, Status.SUSPENDED), [*self.ready.values(), *self.overflow.returning]),
+            ((Status.RUNNING,), self.running.reqs),
         ):
-            assert all(sequence.status is status for sequence in sequences)
+            assert all(sequence.status in statuses for sequence in sequences)
         begun = [] if self.begun is None else [self.begun]
         assert all(sequence.status is Status.PREFILLING for sequence in begun)
         assert not self.forks
         assert not self.expected
-        held = [*self.forked, *self.ready.values(), *self.running.reqs, *begun]
+        waiting = [one for name, one in self.ready.items() if name not in self.ledger.away]
+        held = [*self.forked, *waiting, *self.running.reqs, *begun]
         assert len(held) <= self.request_slots
         assert len(self.running.reqs) <= self.plan.decode.b_moe
+        self._check_pages(held)
+
+    def _check_pages(self, held: list[SequenceState]) -> None:
+        """`held`: the sequences with pages of the device, but for those on their way back."""
+        ledger, size = self.ledger, self.plan.page_size
         holds = {s.sequence_id: self.tree.match_of(s.sequence_id).pages for s in held}
         prompts = {id(page) for pages in holds.values() for page in pages}
-        pages = len(prompts) + sum(self.ledger.whole_pages(s) - len(holds[s.sequence_id]) for s in held)
-        assert self.ledger.reserved_pages == pages
-        assert self.ledger.free_pages + pages == self.ledger.total_pages
-        assert self.ledger.free_pages >= 0
+        assert ledger.prompt_pages == len(prompts)
+        if not ledger.policy.grows:
+            pages = len(prompts) + sum(ledger.whole_pages(s) - len(holds[s.sequence_id]) for s in held)
+            assert ledger.reserved_pages == pages
+        returning = {s.sequence_id: pages_for(s.kv_tokens, size) for s in self.overflow.returning}
+        used = {s.sequence_id: self._used_pages(s) - len(holds[s.sequence_id]) for s in held} | returning
+        assert used.keys() == ledger.reservations().keys()
+        for name, pages in used.items():
+            most = ledger.whole_need(name) if name == ledger.borrower else ledger.held(name)
+            assert pages <= most, f"{name} uses {pages} pages of {most}"
+        assert len(prompts) + sum(max(0, pages) for pages in used.values()) <= ledger.total_pages
+        assert ledger.free_pages == ledger.total_pages - ledger.reserved_pages - ledger.largest_gap >= 0
+        assert ledger.stalled.keys() <= self.ready.keys(), "what waits for pages of the account does not run"
+        assert ledger.away <= self.ready.keys() | returning.keys()
+
+    def _used_pages(self, one: SequenceState) -> int:
+        """Return the pages that hold its KV, shared ones among them."""
+        tokens = {Status.QUEUED: 0, Status.PREFILLING: one.computed_tokens}.get(one.status, one.kv_tokens)
+        return pages_for(tokens, self.plan.page_size)

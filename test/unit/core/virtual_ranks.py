@@ -5,13 +5,17 @@ Every rank carries out its own actions. The invariants of the group are checked 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from virtual_overflow import VirtualOverflow
 from virtual_rank import VirtualRank
 from virtual_sequences import Batch, Fate, Request
 
 from sgl_batch.core.actions import Prefill, Refill
+from sgl_batch.core.admission_policy import AdmissionPolicy, Reserve
+from sgl_batch.core.decision_record import group_record
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import (
     GroupDecision,
@@ -24,6 +28,8 @@ from sgl_batch.core.rank_agreement import (
     rank_is_due,
 )
 
+# Boundaries in a row without a forward pass: where all runners have given way, the next one waits for KV.
+_MOST_BOUNDARIES = 3
 # Whether the target rank of a move accepts the sequence; by sequence id and step.
 Takes = Callable[[str, int], bool]
 
@@ -66,13 +72,25 @@ class VirtualRanks:
         request_slots: int,
         migration: Migration,
         takes: Takes = lambda name, step: True,
+        admission: Callable[[], AdmissionPolicy] = Reserve,
+        overflow_pages: int = 0,
+        restore_steps: int = 0,
     ) -> None:
         self.plan, self.migration, self.log = plan, migration, Log()
         self._takes = takes
         self._fates: dict[str, Fate] = {}
         self.ranks = [
-            VirtualRank(plan, self._fates, pages=pages, request_slots=request_slots) for _ in range(num_ranks)
+            VirtualRank(
+                plan,
+                self._fates,
+                pages=pages,
+                request_slots=request_slots,
+                admission=admission(),
+                overflow=VirtualOverflow(overflow_pages, restore_steps=restore_steps),
+            )
+            for _ in range(num_ranks)
         ]
+        self.records: list[dict] = []
         self._arriving = sorted(enumerate(requests), key=lambda numbered: numbered[1].at)
         self._aborting: list[tuple[int, str]] = []
 
@@ -107,6 +125,10 @@ class VirtualRanks:
         self._abort()
         at_work = any(rank.names() for rank in self.ranks)
         parts = self.parts()
+        # Ranks that decide alone end a boundary without a forward pass.
+        for _ in range(_MOST_BOUNDARIES):
+            if parts[0].enters is None and at_work:
+                parts = self.parts()
         entered = {part.enters for part in parts}
         assert len(entered) == 1, f"the ranks enter different exchanges: {entered}"
         batches = [part.batch for part in parts if part.batch is not None]
@@ -146,15 +168,21 @@ class VirtualRanks:
 
     def parts(self) -> list[Part]:
         """Return what every rank does next."""
+        for rank in self.ranks:
+            rank.running = rank.join_arrived(rank.running)
         headers = [self._header(rank) for rank in self.ranks]
         step = next_step(headers, self.plan)
         if step.kind is StepKind.IDLE:
             return [Part(batch=None, enters=None) for _ in self.ranks]
         if step.kind is StepKind.BOUNDARY:
+            for rank in self.ranks:
+                rank.running = rank.extend_running(rank.running)
             states = [rank.rank_state() for rank in self.ranks]
             decision = decide_group(states, self.plan, self.migration)
             assert decision == decide_group(states, self.plan, self.migration), "the same states, the same decision"
-            return self._boundary(decision)
+            if self.ranks[0].decides_alone:
+                self.records.append(json.loads(json.dumps(group_record(states, self.plan, self.migration, decision))))
+            return self._boundary(decision, others_run=step.any_rank_decodes)
         if step.kind is StepKind.FORKS:
             batches = [
                 rank.prefill_choices(self.plan.prefill.b_moe) if rank.num_forked else None for rank in self.ranks
@@ -168,15 +196,20 @@ class VirtualRanks:
         state = rank.state(rank.running)
         return RankHeader(
             running=state.running,
-            waiting=len(state.ready) + len(state.queued) + (state.begun is not None),
+            waiting=len(state.ready) + len(state.queued) + state.returning + (state.begun is not None),
             forked=rank.num_forked,
             due=rank_is_due(state, rank.plan),
         )
 
-    def _boundary(self, decision: GroupDecision) -> list[Part]:
+    def _boundary(self, decision: GroupDecision, *, others_run: bool) -> list[Part]:
         decodes_alone = not decision.prefill and not any(rank.queued or rank.begun for rank in self.ranks)
         if not decision.prefill:
             self.carry_out(decision.moves)
+            if self.ranks[0].decides_alone:
+                for rank in self.ranks:
+                    rank.running = rank.cross_boundary(rank.running, others_run=others_run)
+                self.log.boundaries += 1
+                return [Part(batch=None, enters=None) for _ in self.ranks]
         parts = []
         for number, (rank, (*_, action)) in enumerate(zip(self.ranks, decision.actions, strict=True)):
             batch = None

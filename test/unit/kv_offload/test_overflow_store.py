@@ -25,7 +25,7 @@ def pool():
     return SimpleNamespace(layer_num=LAYERS, page_parts=lambda layer: parts[layer])
 
 
-def overflow_in(directory: Path, pool, *, in_memory: bool = False) -> OverflowFile:
+def overflow_in(directory: Path, pool, *, in_memory: bool = False, num_ranks: int = 1) -> OverflowFile:
     return OverflowFile(
         pool,
         MemoryConfig(kv_store_dir=str(directory)),
@@ -33,6 +33,7 @@ def overflow_in(directory: Path, pool, *, in_memory: bool = False) -> OverflowFi
         lambda store: NativeCopyEngines(store, num_workers=1),
         page_size=PAGE,
         device_pages=5,
+        num_ranks=num_ranks,
         in_memory=in_memory,
     )
 
@@ -104,6 +105,16 @@ def test_on_a_small_disk_the_overflow_has_what_fits_there(small_disk, pool):
     assert overflow.has_room(1000)
     assert not overflow.has_room(2048), "a tenth of the disk stays free"
     overflow.close()
+
+
+def test_ranks_share_what_is_free_on_a_disk(small_disk, pool):
+    ranks = [overflow_in(small_disk, pool, num_ranks=2) for _ in range(2)]
+    for rank in ranks:
+        assert not rank.has_room(1000)
+    fresh = [overflow_in(small_disk, pool, num_ranks=2) for _ in range(2)]
+    assert all(rank.has_room(450) for rank in fresh)
+    for rank in (*ranks, *fresh):
+        rank.close()
 
 
 def test_without_the_directory_there_is_no_overflow(tmp_path, pool):

@@ -35,7 +35,8 @@ def test_a_long_queue_is_sent_up_to_a_limit(monkeypatch):
 
 @st.composite
 def sequences(draw, status: Status, first: int) -> list[SequenceState]:
-    drawn = draw(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 50), st.sampled_from([None, "g", "h"]))))
+    numbers = st.tuples(st.integers(1, 300), st.integers(0, 50), st.sampled_from([None, "g", "h"]), st.integers(0, 99))
+    drawn = draw(st.lists(numbers))
     return [
         SequenceState(
             sequence_id=f"s{first + i}",
@@ -45,8 +46,9 @@ def sequences(draw, status: Status, first: int) -> list[SequenceState]:
             prompt_group=group,
             choice=i,
             status=status,
+            expected_tokens=expected,
         )
-        for i, (prompt, new, group) in enumerate(drawn)
+        for i, (prompt, new, group, expected) in enumerate(drawn)
     ]
 
 
@@ -56,11 +58,14 @@ def rank_states(draw) -> RankState:
 
     def movables(of: list[SequenceState]) -> list[Movable]:
         chosen = [item for item in of if draw(st.booleans())]
-        return [Movable(sequence=s, tokens=draw(st.integers(0, 99)), pages=draw(st.integers(0, 9))) for s in chosen]
+        some = st.integers(0, 9)
+        return [Movable(sequence=s, tokens=draw(some), pages=draw(some), gap=draw(some)) for s in chosen]
 
     total, overflow = draw(st.integers(0, 100)), draw(st.integers(0, 50))
     largest = draw(st.integers(0, total))
-    limit = total + max(0, overflow - largest)
+    grows = draw(st.booleans())
+    gap = draw(st.integers(0, total - largest)) if grows else 0
+    limit = total + max(0, overflow - largest) - gap
     capacity = st.builds(
         TierCapacity, device=st.none() | st.integers(0, 99), store=st.integers(0, 99), to_store=st.booleans()
     )
@@ -79,6 +84,9 @@ def rank_states(draw) -> RankState:
         free_pages=draw(st.integers(0, limit - largest)),
         overflow_pages=overflow,
         largest=largest,
+        grows=grows,
+        largest_gap=gap,
+        has_waiting=grows and draw(st.booleans()),
         capacity=draw(st.none() | capacity),
         ready=movables(waiting),
         running=movables(runners),

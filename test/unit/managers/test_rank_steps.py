@@ -7,14 +7,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
-from rank_scenarios import Scenario, tight
+from rank_scenarios import Scenario, outgrowing, tight
 from rank_wires import MemoryChannel, all_at_once, in_memory
 from sequence_builders import plan
 from virtual_ranks import Part, VirtualRanks
 from virtual_sequences import Request
 
+from sgl_batch.core.admission_policy import Forecast, TwoPage
 from sgl_batch.core.rank_agreement import Migration, Move
 from sgl_batch.core.topology import Topology
 from sgl_batch.managers import rank_messages
@@ -45,7 +47,7 @@ class MovesTogether:
 class ThreadedRanks(VirtualRanks):
     """Virtual ranks that agree as real ones do, each in a thread of its own, over its channel."""
 
-    def __init__(self, scenario: Scenario, migration: Migration, channels: list[MemoryChannel]) -> None:
+    def __init__(self, scenario: Scenario, migration: Migration, channels: list[MemoryChannel], **growth: Any) -> None:
         super().__init__(
             scenario.requests,
             scenario.plan,
@@ -54,6 +56,7 @@ class ThreadedRanks(VirtualRanks):
             request_slots=scenario.request_slots,
             migration=migration,
             takes=scenario.takes,
+            **growth,
         )
         together = MovesTogether(self, scenario.num_ranks)
         self._channels = channels
@@ -81,16 +84,26 @@ class ThreadedRanks(VirtualRanks):
 
 
 @contextmanager
-def threaded(scenario: Scenario, migration: Migration) -> Iterator[ThreadedRanks]:
+def threaded(scenario: Scenario, migration: Migration, **growth: Any) -> Iterator[ThreadedRanks]:
     with in_memory(scenario.num_ranks) as channels:
-        yield ThreadedRanks(scenario, migration, channels)
+        yield ThreadedRanks(scenario, migration, channels, **growth)
+
+
+GROWTH = {"overflow_pages": 20, "restore_steps": 3}
 
 
 @pytest.mark.parametrize("migration", Migration)
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_that_agree_over_channels_act_as_one_decision_for_all(seed, migration):
+@pytest.mark.parametrize(
+    ("seed", "make", "growth"),
+    [
+        *((seed, tight, {}) for seed in range(5)),
+        (9, outgrowing, {"admission": Forecast, **GROWTH}),
+        (12, outgrowing, {"admission": TwoPage, **GROWTH}),
+    ],
+)
+def test_ranks_that_agree_over_channels_act_as_one_decision_for_all(seed, make, growth, migration):
     """The log is the same, step for step, as that of virtual ranks without messages."""
-    scenario = tight(seed)
+    scenario = make(seed)
     without_messages = VirtualRanks(
         scenario.requests,
         scenario.plan,
@@ -99,8 +112,9 @@ def test_ranks_that_agree_over_channels_act_as_one_decision_for_all(seed, migrat
         request_slots=scenario.request_slots,
         migration=migration,
         takes=scenario.takes,
+        **growth,
     ).run()
-    with threaded(scenario, migration) as ranks:
+    with threaded(scenario, migration, **growth) as ranks:
         log = ranks.run()
     assert (log.steps, log.ended_at, log.moved) == (
         without_messages.steps,

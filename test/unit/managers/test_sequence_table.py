@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from scheduler_stand_ins import request
+from sequence_builders import plan
 
+from sgl_batch.core.admission_policy import TwoPage
 from sgl_batch.core.coroutine import Event
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.primitives import combine
@@ -16,6 +18,8 @@ from sgl_batch.managers.sequence_table import SequenceTable
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.requests.prompt_groups import ChoiceTag
+
+PLAN = plan(page_size=64, boundary_tokens=64)
 
 
 class NoSharing:
@@ -40,25 +44,60 @@ def make_ready(table, *requests):
 
 
 def test_an_expected_sequence_has_pages_reserved_until_it_is_cancelled(table):
-    assert table.expect(request(1)) is None
+    assert table.expect(request(1), PLAN) is None
     assert table.ledger.free_pages == 8, "100 tokens of prompt and 8 more take 2 pages of 64"
     table.expect_no_more("r1")
     assert table.ledger.free_pages == 10
 
 
 def test_a_sequence_without_room_is_refused_with_the_numbers_and_reserves_nothing(table):
-    assert table.expect(request(1, max_new_tokens=600)) == "it can need 11 pages and 10 are free"
+    assert table.expect(request(1, max_new_tokens=600), PLAN) == "it can need 11 pages and 10 are free"
     assert table.ledger.free_pages == 10
 
 
 def test_with_a_store_its_account_reserves_the_pages_of_an_expected_sequence():
     store = PageLedger(4, 64)
     table = SequenceTable(PageLedger(10, 64), NoSharing(), Counters(), TraceWriter(None), store_ledger=store)
-    assert table.expect(request(1)) is None
+    assert table.expect(request(1), PLAN) is None
     assert (table.ledger.free_pages, store.free_pages) == (10, 2)
-    assert table.expect(request(2, max_new_tokens=64)) == "it can need 3 pages and 2 are free"
+    assert table.expect(request(2, max_new_tokens=64), PLAN) == "it can need 3 pages and 2 are free"
     table.expect_no_more("r1")
     assert store.free_pages == 4
+
+
+def growing_table(pages):
+    ledger = PageLedger(pages, 64, policy=TwoPage())
+    return SequenceTable(ledger, NoSharing(), Counters(), TraceWriter(None))
+
+
+def test_where_reservations_grow_an_expected_sequence_reserves_what_it_needs_to_the_next_boundary():
+    table = growing_table(20)
+    arriving = request(1, max_new_tokens=600, output_ids=[1] * 60)
+    assert table.expect(arriving, PLAN) is None
+    assert (table.ledger.held("r1"), table.ledger.whole_need("r1")) == (5, 11), "159 tokens are in 3 pages"
+    why = table.expect(request(2, max_new_tokens=1000), PLAN)
+    assert why == "it needs 4 pages now, and can need 18 pages and 9 are free"
+    table.expect_no_more("r1")
+    assert table.ledger.free_pages == 20
+
+
+def test_where_sequences_wait_for_pages_none_is_expected():
+    table = growing_table(20)
+    table.ledger.reserve("r9", 3, whole=4)
+    table.ledger.stall("r9", 0)
+    assert "come first" in table.expect(request(1), PLAN)
+    assert not table.ledger.holds("r1")
+
+
+def test_a_movable_sequence_says_what_it_reserves_elsewhere_and_can_need_beyond():
+    table = growing_table(20)
+    running = request(1, max_new_tokens=600, kv_committed_len=159)
+    make_ready(table, running)
+    table.take_ready("r1")
+    running.output_ids = [1] * 60
+    ready, (item,) = table.movable(SimpleNamespace(reqs=[running]), PLAN)
+    assert ready == []
+    assert (item.tokens, item.pages, item.gap, item.sequence.generated_tokens) == (159, 5, 6, 60)
 
 
 def test_a_suspended_sequence_can_depart_and_keeps_its_number_of_tokens(table):
@@ -68,7 +107,7 @@ def test_a_suspended_sequence_can_depart_and_keeps_its_number_of_tokens(table):
     table.record([table.suspended("r1", "test")])
     table.depart("r1")
     arriving = request(1, output_ids=[1] * 5)
-    table.expect(arriving)
+    table.expect(arriving, PLAN)
     table.adopt(arriving)
     assert table["r1"].kv_tokens == 104, "four of five tokens have KV"
 
@@ -77,7 +116,7 @@ def test_an_adopted_sequence_is_ready_after_the_others_and_counts_as_a_change(ta
     make_ready(table, request(1))
     changes = table.changes
     arriving = request(2)
-    table.expect(arriving)
+    table.expect(arriving, PLAN)
     table.adopt(arriving)
     assert [sequence.sequence_id for sequence in table.ready] == ["r1", "r2"]
     assert table["r2"].status is Status.READY
@@ -105,7 +144,7 @@ def test_a_departed_sequence_leaves_nothing_behind(table, runs, tmp_path):
 def test_choices_that_share_a_prompt_and_requests_that_cannot_be_written_down_are_not_movable(table):
     tag = ChoiceTag(group="g", index=0, count=2).encode()
     make_ready(table, request(1), request(2, extra_key=tag), request(3, grammar=object()), request(4, output_ids=[]))
-    ready, running = table.movable(SimpleNamespace(reqs=[]))
+    ready, running = table.movable(SimpleNamespace(reqs=[]), PLAN)
     assert [(item.sequence.sequence_id, item.tokens, item.pages) for item in ready] == [("r1", 100, 2)]
     assert running == []
 
