@@ -32,6 +32,8 @@ class EngineStats:
         the rank with the most.
     paused: whether the engine is paused; it counts nothing then.
     forward: which forward pass computes the model (core/supported_models); "" if not known.
+    overflow_directory: where sequences that outgrow the device's pages wait in files, which have no name there; "" if
+        they wait in a host KV store, or none can.
     """
 
     counters: Mapping[str, float] = field(default_factory=dict)
@@ -43,6 +45,7 @@ class EngineStats:
     memory_budget_bytes: int = 0
     paused: bool = False
     forward: str = ""
+    overflow_directory: str = ""
 
     @property
     def waiting_share(self) -> float:
@@ -67,4 +70,5 @@ class EngineStats:
             memory_budget_bytes=self.memory_budget_bytes,
             paused=self.paused,
             forward=self.forward,
+            overflow_directory=self.overflow_directory,
         )

@@ -56,4 +56,5 @@ def engine_stats(stats: dict[str, Any]) -> EngineStats:
         peak_memory_bytes=stats["memory"]["peak_bytes"],
         memory_budget_bytes=stats["memory"]["budget_bytes"],
         forward=stats["forward"],
+        overflow_directory=stats["overflow_directory"],
     )

@@ -162,7 +162,18 @@ def _describe_stats(stats: EngineStats) -> dict[str, object]:
         "part_s": dict(stats.part_s),
         "tokens_per_expert": list(stats.tokens_per_expert),
         "memory": {"peak_bytes": stats.peak_memory_bytes, "budget_bytes": stats.memory_budget_bytes},
+        **({"overflow": _describe_overflow(stats)} if stats.overflow_directory else {}),
         **({"ranks": [_describe_stats(rank) for rank in stats.ranks]} if stats.ranks else {}),
+    }
+
+
+def _describe_overflow(stats: EngineStats) -> dict[str, object]:
+    """Return where sequences waited that had outgrown the device's pages, and how often one went there."""
+    counters = stats.counters
+    return {
+        "directory": stats.overflow_directory,
+        "bytes": counters.get("overflow_bytes", 0),
+        "sequences": counters.get("sequences_overflowed", 0),
     }
 
 

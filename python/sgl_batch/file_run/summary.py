@@ -24,7 +24,7 @@ def format_summary(result: RunResult) -> str:
             *_computed_twice(result.stats),
             *_sharing(result.stats),
         ]
-        lines += [*_store(result.stats), *_graphs(result.stats)]
+        lines += [*_store(result.stats), *_overflow(result.stats), *_graphs(result.stats)]
         lines += _time_table(result.stats)
         lines += _rank_table(result.stats)
         lines += _experts(result.stats)
@@ -96,16 +96,27 @@ def _sharing(stats: EngineStats) -> list[str]:
 
 
 def _store(stats: EngineStats) -> list[str]:
-    """Return what the host KV store was used for; nothing without suspensions and streamed steps."""
+    """Return what the host KV store was used for; nothing without one, or without suspensions and streamed steps."""
     counters = stats.counters
     suspended, streamed = counters.get("suspensions", 0), counters.get("streamed_steps", 0)
-    if not suspended and not streamed:
+    if stats.overflow_directory or not (suspended or streamed):
         return []
     steps = counters.get("decode_groups", 0)
     return [
         f"Host KV store: {suspended:,.0f} suspensions; decode streamed in {streamed:,.0f} of {steps:,.0f} steps, "
         f"{counters.get('decode_rows', 0) / max(steps, 1):,.1f} sequences a step"
     ]
+
+
+def _overflow(stats: EngineStats) -> list[str]:
+    """Return how often sequences outgrew their reservations, and where they waited; nothing if none did."""
+    suspended, left = stats.counters.get("suspensions", 0), stats.counters.get("sequences_overflowed", 0)
+    if not (stats.overflow_directory and suspended):
+        return []
+    num_bytes = stats.counters.get("overflow_bytes", 0)
+    where = f"files of {format_bytes(num_bytes)} in {stats.overflow_directory} (--kv-store-dir)"
+    moved = f"{left:,.0f} of them to {where if num_bytes else 'host memory'}" if left else "all waited on the device"
+    return [f"Outgrown reservations (--admission): {suspended:,.0f} suspensions, {moved}"]
 
 
 def _graphs(stats: EngineStats) -> list[str]:

@@ -33,6 +33,11 @@ _CHUNK_BYTES = 64 << 20
 _LEFT_FREE = 0.1
 
 
+def overflow_directory(memory: MemoryConfig) -> Path:
+    """Return where files of sequences that have given way are made."""
+    return Path(memory.kv_store_dir or tempfile.gettempdir())
+
+
 class Overflow(Protocol):
     """Where whole sequences wait that have given way. One thread calls it."""
 
@@ -117,16 +122,12 @@ class OverflowFile:
         """
         self._pool, self._memory, self._counters, self._copy_engines = pool, memory, counters, copy_engines
         self._page_size, self._device_pages, self._in_memory = page_size, device_pages, in_memory
-        self._num_ranks = num_ranks
+        self._num_ranks, self._directory = num_ranks, overflow_directory(memory)
         self._store: HostKVStore | None = None
         self._engine: CopyEngine | None = None
         self._claimed = 0
         self._is_full = False
         self.stored: StoredKV | None = None
-
-    @property
-    def _directory(self) -> Path:
-        return Path(self._memory.kv_store_dir or tempfile.gettempdir())
 
     def has_room(self, pages: int) -> bool:
         """See Overflow. The file is made or grown for these pages if need be."""
@@ -186,6 +187,7 @@ class OverflowFile:
                     format_bytes(wanted * block_bytes),
                     self._directory,
                 )
+            self._counters.add("overflow_bytes", (wanted - self._claimed) * block_bytes)
             self._claimed = wanted
             return True
         self._give_up(reason)

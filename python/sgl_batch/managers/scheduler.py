@@ -23,6 +23,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use, native_kernels
 from sgl_batch.kv_offload.kv_choice import kv_form
 from sgl_batch.kv_offload.kv_tiers import KVTiers
+from sgl_batch.kv_offload.overflow_store import overflow_directory
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
@@ -434,6 +435,11 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             self.rank_steps.between_steps(partial(in_force.apply, wanted))
         return SetInternalStateReqOutput(updated=True)
 
+    def _overflow_directory(self) -> str:
+        """Return where sequences that outgrow the device's pages wait in files; "" if they have no files."""
+        overflows = self._tiers is None and self.executor.admission_ledger.policy.grows
+        return str(overflow_directory(self.context.config.memory)) if overflows else ""
+
     def get_internal_state(self, recv_req: object) -> GetInternalStateReqOutput:
         """Return SGLang's state, with our counters and plan under `sgl_batch`."""
         state = dict(super().get_internal_state(recv_req).internal_state)
@@ -446,6 +452,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             "free_pages": self.executor.ledger.free_pages,
             "total_pages": self.executor.ledger.total_pages,
             "store": self.executor.store_state(),
+            "overflow_directory": self._overflow_directory(),
             "sequences": self.executor.table.num_by_status(),
             "paused": self.executor.paused,
             "memory": {

@@ -21,6 +21,7 @@ def stats_of(
         "total_pages": 8,
         "memory": {"peak_bytes": 100 - rank, "budget_bytes": 200},
         "forward": "coroutine",
+        "overflow_directory": "/scratch",
         "store": store or {},
     }
 
@@ -39,6 +40,7 @@ def test_counters_are_added_up():
 def test_sequences_of_all_ranks_are_counted_by_state():
     merged = merged_stats([stats_of(0), stats_of(1)])
     assert engine_stats(merged).sequences == {"RUNNING": 3}
+    assert engine_stats(merged).overflow_directory == "/scratch"
 
 
 def test_steps_that_all_take_together_count_once():

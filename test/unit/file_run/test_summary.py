@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sgl_batch.core.answers import EngineStats
 from sgl_batch.file_run.run_result import Failures, RunResult, RunStatus
 from sgl_batch.file_run.summary import format_summary
@@ -70,6 +72,25 @@ def test_the_summary_shows_the_use_of_the_host_store():
         in format_summary(result(stats=EngineStats(counters=counters)))
     )
     assert "Host KV store" not in format_summary(result(stats=EngineStats(counters={"decode_groups": 295})))
+
+
+@pytest.mark.parametrize(
+    ("counters", "text"),
+    [
+        (
+            {"sequences_overflowed": 1200, "overflow_bytes": 64 << 20},
+            "1,300 suspensions, 1,200 of them to files of 64.00 MiB in /scratch (--kv-store-dir)",
+        ),
+        ({"sequences_overflowed": 1300}, "1,300 suspensions, 1,300 of them to host memory"),
+        ({}, "1,300 suspensions, all waited on the device"),
+    ],
+)
+def test_the_summary_says_where_sequences_waited_that_had_outgrown_their_reservations(counters, text):
+    stats = EngineStats(counters={"suspensions": 1300, **counters}, overflow_directory="/scratch")
+    shown = format_summary(result(stats=stats))
+    assert f"Outgrown reservations (--admission): {text}" in shown.splitlines()
+    assert "Host KV store" not in shown
+    assert "Outgrown" not in format_summary(result(stats=EngineStats(overflow_directory="/scratch")))
 
 
 def test_the_summary_shows_the_decode_steps_that_ran_as_graphs():

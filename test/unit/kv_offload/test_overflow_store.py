@@ -25,11 +25,13 @@ def pool():
     return SimpleNamespace(layer_num=LAYERS, page_parts=lambda layer: parts[layer])
 
 
-def overflow_in(directory: Path, pool, *, in_memory: bool = False, num_ranks: int = 1) -> OverflowFile:
+def overflow_in(
+    directory: Path, pool, *, in_memory: bool = False, num_ranks: int = 1, counters: Counters | None = None
+) -> OverflowFile:
     return OverflowFile(
         pool,
         MemoryConfig(kv_store_dir=str(directory)),
-        Counters(),
+        counters or Counters(),
         lambda store: NativeCopyEngines(store, num_workers=1),
         page_size=PAGE,
         device_pages=5,
@@ -76,7 +78,8 @@ def test_the_file_grows_by_chunks_and_ends_with_the_disk(tmp_path, pool, monkeyp
 
     monkeypatch.setattr(overflow_store, "_CHUNK_BYTES", 4 * BLOCK)
     monkeypatch.setattr("os.posix_fallocate", claim)
-    overflow = overflow_in(tmp_path, pool)
+    counters = Counters()
+    overflow = overflow_in(tmp_path, pool, counters=counters)
     assert overflow.has_room(3)
     overflow.put(["a"], [torch.tensor([1, 2, 3])], [12])
     assert overflow.has_room(1)
@@ -84,6 +87,7 @@ def test_the_file_grows_by_chunks_and_ends_with_the_disk(tmp_path, pool, monkeyp
     overflow.put(["b"], [torch.tensor([4, 5, 6])], [12])
     assert overflow.has_room(3), "a chunk more has no room, a block more has"
     assert claimed == [4, 8, 9]
+    assert counters.counts["overflow_bytes"] == 9 * BLOCK
     assert not overflow.has_room(4)
     assert not overflow.has_room(4)
     assert overflow.has_room(3), "what is claimed stays"
