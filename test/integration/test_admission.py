@@ -131,6 +131,44 @@ def test_in_an_exclusive_store_sequences_that_have_outgrown_the_device_wait(
     assert counters["sequences_overflowed"] > 0
 
 
+@pytest.mark.parametrize(
+    ("admission", "migration", "store"),
+    [
+        ("two-page", "always", {}),
+        ("forecast", "even", {}),
+        ("two-page", "even", {"kv_store_mode": "exclusive", "kv_store_bytes": 2 * POOL_PAGES * 16384}),
+    ],
+)
+def test_two_ranks_give_the_tokens_of_one_that_reserves_all(
+    admission: str,
+    migration: str,
+    store: dict[str, Any],
+    requests: Requests,
+    tmp_path: Path,
+    small: dict[str, Any],
+    batch_engine: Callable[..., Any],
+    started: Callable[..., Any],
+) -> None:
+    expected = answers(batch_engine(FAMILIES[0], **SMALL), requests)
+    engine = started(
+        admission=admission,
+        migration=migration,
+        **(store or {"kv_store_dir": str(tmp_path)}),
+        **small,
+        **{"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "rank_timeout_s": 60.0},
+    )
+    counters = check(engine, requests, expected, pages=2 * POOL_PAGES)
+    assert counters["sequences_overflowed"] > 0
+    assert counters["sequences_arrived"] == counters["sequences_departed"] > 0
+    stats = engine.batch_stats()
+    assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
+    if store:
+        assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
+    else:
+        assert counters["overflow_bytes"] > 0
+        assert list(tmp_path.iterdir()) == [], "the ranks' files have no names"
+
+
 @pytest.mark.parametrize("decode_kv", ["resident", "streamed"])
 def test_tokens_are_the_same_in_a_store_that_cannot_hold_all_needs(
     decode_kv: str,

@@ -23,9 +23,10 @@ carries them out in order, and asks for the next list, until an action is for th
                  |
               forward pass, SGLang's results --> PassResults: sequences yield, finish, give back pages
 
-With several ranks `RankSteps` replaces `next_batch`. The ranks agree on each step. At a boundary the control rank
-decides from the states of all ranks. Either each rank prefills its part (`prefill`); or sequences migrate, and then
-each rank refills its part (`refill`) or, where its policy is local (`decides_alone`), decides alone (`cross_boundary`).
+With several ranks `RankSteps` replaces `next_batch`. The ranks agree on each step. At a boundary each extends its own
+reservations (`extend_running`), and the control rank decides from the states of all. Either each rank prefills its part
+(`prefill`); or sequences migrate, and then each rank refills its part (`refill`) or, where its policy is local
+(`decides_alone`), decides alone (`cross_boundary`).
 """
 
 from __future__ import annotations
