@@ -87,8 +87,8 @@ class RankSteps:
 
     def _boundary(self, running: ScheduleBatch, step: GroupStep) -> Part:
         executor, began = self._executor, time.perf_counter()
-        running = executor.extend_running(running)
         with executor.clock.part("boundary"):
+            running = executor.extend_running(running)
             actions = self._group.decide(self._state_message(running), executor.plan)
         batch = None
         if actions.prefill:
