@@ -8,6 +8,8 @@ from contextlib import suppress
 
 # How long cancelled tasks may take to end.
 _END_S = 2.0
+# Turns of the loop in which such a task is made and run.
+_TURNS = 3
 
 
 class OwnLoop:
@@ -17,9 +19,12 @@ class OwnLoop:
         self._thread = None if _runs_inside_loop() else threading.get_ident()
 
     def end_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel all tasks of the loop, and wait for their end."""
+        """Cancel all tasks of the loop, close its asynchronous generators, and wait for their end."""
         if not self._can_run(loop):
             return
+        # An answer that was not read to its end has left a generator behind, for which asyncio makes a task that ends it.
+        for _ in range(_TURNS):
+            loop.run_until_complete(asyncio.sleep(0))
         tasks = asyncio.all_tasks(loop)
         for task in tasks:
             task.cancel()
@@ -28,6 +33,7 @@ class OwnLoop:
             for task in done:
                 if not task.cancelled():
                     task.exception()  # asyncio reports an exception that was never read; nothing awaits this one
+        loop.run_until_complete(loop.shutdown_asyncgens())
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close the loop and its descriptors. It is the thread's current loop no more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -50,3 +51,28 @@ def test_a_loop_that_runs_when_the_engine_is_made_is_left_alone() -> None:
     task.cancel()
     loop.run_until_complete(asyncio.wait([task]))
     loop.close()
+
+
+def test_a_generator_that_was_not_read_to_its_end_is_closed_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    own, loop = OwnLoop(), asyncio.new_event_loop()
+    ended = []
+
+    async def answers() -> AsyncIterator[int]:
+        try:
+            while True:
+                yield 1
+        finally:
+            ended.append(True)
+
+    async def first(generator: AsyncIterator[int]) -> int:
+        return await anext(generator)
+
+    kept, dropped = answers(), answers()
+    assert loop.run_until_complete(first(kept)) == loop.run_until_complete(first(dropped)) == 1
+    del dropped
+    gc.collect()
+    own.end_tasks(loop)
+    own.close(loop)
+    assert ended == [True, True]
+    gc.collect()
+    assert not caplog.records
