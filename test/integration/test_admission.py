@@ -16,6 +16,8 @@ from .shared_prompts import PAGE, Requests, answers, check_mixed, prompts_that_b
 pytestmark = pytest.mark.engine
 
 POOL_PAGES = 24
+# On each of two ranks: enough for several sequences, and for none of them to be the only one that grows.
+RANK_PAGES = 36
 SMALL = {"page_size": PAGE, "boundary_tokens": PAGE, "b_moe_decode": 16, "b_moe_prefill": 700, "b_attn_prefill": 64}
 
 
@@ -136,20 +138,23 @@ def test_in_an_exclusive_store_sequences_that_have_outgrown_the_device_wait(
     [
         ("two-page", "always", {}),
         ("forecast", "even", {}),
-        ("two-page", "even", {"kv_store_mode": "exclusive", "kv_store_bytes": 2 * POOL_PAGES * 16384}),
+        ("two-page", "always", {"kv_store_mode": "exclusive", "kv_store_bytes": 2 * RANK_PAGES * 16384}),
+        ("forecast", "always", {"kv_store_mode": "inclusive", "kv_store_bytes": 80 * 16384}),
     ],
+    ids=["file", "file, forecast", "exclusive store", "inclusive store"],
 )
 def test_two_ranks_give_the_tokens_of_one_that_reserves_all(
     admission: str,
     migration: str,
     store: dict[str, Any],
-    requests: Requests,
     tmp_path: Path,
     small: dict[str, Any],
     batch_engine: Callable[..., Any],
     started: Callable[..., Any],
 ) -> None:
+    requests = prompts_that_begin_alike(40, random.Random(6), output_lengths=(9, 40, 90, 104))
     expected = answers(batch_engine(FAMILIES[0], **SMALL), requests)
+    small["max_total_tokens"] = PAGE * RANK_PAGES
     engine = started(
         admission=admission,
         migration=migration,
@@ -157,16 +162,17 @@ def test_two_ranks_give_the_tokens_of_one_that_reserves_all(
         **small,
         **{"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True, "rank_timeout_s": 60.0},
     )
-    counters = check(engine, requests, expected, pages=2 * POOL_PAGES)
-    assert counters["sequences_overflowed"] > 0
-    assert counters["sequences_arrived"] == counters["sequences_departed"] > 0
+    counters = check(engine, requests, expected, pages=2 * RANK_PAGES)
+    assert migration == "even" or counters["sequences_arrived"] == counters["sequences_departed"] > 0
     stats = engine.batch_stats()
-    assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
-    if store:
-        assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
-    else:
+    assert all(rank["counters"]["suspensions"] > 0 for rank in stats["ranks"])
+    assert stats["store"].get("free_pages") == stats["store"].get("total_pages")
+    if store.get("kv_store_mode") != "inclusive":
+        assert counters["sequences_overflowed"] > 0
+    if not store:
         assert counters["overflow_bytes"] > 0
         assert list(tmp_path.iterdir()) == [], "the ranks' files have no names"
+        check_mixed(engine, requests, expected, share=0)
 
 
 @pytest.mark.parametrize("decode_kv", ["resident", "streamed"])
