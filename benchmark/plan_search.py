@@ -29,9 +29,10 @@ from comparison.workload import model_config
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.planner.candidate import Candidate
+from sgl_batch.planner.candidates import Allowed
 from sgl_batch.planner.cost_model import fit
 from sgl_batch.planner.schedule import Room
-from sgl_batch.planner.search import Allowed, MemoryMap, Planned, search
+from sgl_batch.planner.search import MemoryMap, Planned, search
 from sgl_batch.planner.workload import Workload, parse_workload
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ from sgl_batch.core.model_refusals import number_type, text_part
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.model_layers import ModelLayers, model_layers
 from sgl_batch.planner.samples import Profile
-from sgl_batch.profiler.profile import profile_path, read_profile
+from sgl_batch.startup.kept_profile import profile_path, read_profile
 
 
 def kept_profile(model: Path, file: Path | None) -> tuple[Profile, ModelLayers]:

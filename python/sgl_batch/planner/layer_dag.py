@@ -164,7 +164,8 @@ def _sum(work: LayerWork) -> LayerTime:
 
 
 def _steady_state(work: LayerWork) -> LayerTime:
-    few, more = (build(work, count) for count in (_UNROLLED, 2 * _UNROLLED))
+    more = build(work, 2 * _UNROLLED)
+    few = more[: len(more) // 2]  # each layer adds the same nodes behind those before it
     path = critical_path(more)
     chained = (path.seconds - critical_path(few).seconds) / _UNROLLED
     busy = (busy_s(more) - busy_s(few)) / _UNROLLED

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from sgl_batch.core.plan import row_spans
 from sgl_batch.planner.candidate import DEVICE, RESIDENT, STREAMED, Candidate
@@ -14,7 +14,7 @@ from sgl_batch.planner.model_layers import DENSE, MOE, ModelLayers
 from sgl_batch.planner.roofline import OVERHEAD
 
 STEP, INTAKE, COPIES, WEIGHTS, NEW_MEMORY = "step", "intake", "copies", "weights", "new memory"
-_CACHED_SHARE = 0.02
+_CACHED_SHARE, _ROW_BITS = 0.02, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,44 +52,53 @@ class _Group:
         return rows if self.fused else [sum(rows)]
 
 
+Known = dict[Hashable, PassTime]
+
+
 class PassCost:
-    """Seconds of the passes of one candidate; equal questions are answered from memory.
+    """Seconds of the passes of one candidate; questions that are almost equal are answered from memory.
 
     Args:
         costs: The fitted profile.
         model: The model.
         candidate: Its limits.
         cores: Of the machine, where copies take them from computation; 0 on a GPU.
+        known: Answers so far. Candidates of one model, profile and machine may share it: many of their passes are
+            equal.
     """
 
-    def __init__(self, costs: CostModel, model: ModelLayers, candidate: Candidate, *, cores: int) -> None:
+    def __init__(
+        self, costs: CostModel, model: ModelLayers, candidate: Candidate, *, cores: int, known: Known | None = None
+    ) -> None:
         self._costs, self._model, self._candidate = costs, model, candidate
         self._copy_cores = 1 / cores if cores else 0.0
-        self._decoded: dict[tuple[int, int], PassTime] = {}
-        self._prefilled: dict[tuple[int, int, int], PassTime] = {}
+        self._known: Known = {} if known is None else known
 
     def decode(self, rows: int, context: float) -> PassTime:
         """Return the time of a decode step of so many sequences, with so many tokens of KV each on average."""
-        key = rows, _rounded(context)
-        if key not in self._decoded:
-            self._decoded[key] = self._decode(*key)
-        return self._decoded[key]
+        rows, looked_at = _rounded_rows(rows), _rounded(context)
+        candidate, fused = self._candidate, self._fused(decode=True)
+        limit = min(candidate.b_attn_decode, rows)
+        key = True, rows, looked_at, limit, fused, candidate.kv == STREAMED, candidate.weights
+        if key not in self._known:
+            self._known[key] = self._decode(rows, looked_at)
+        return self._known[key]
 
     def prefill(self, lengths: Sequence[int]) -> PassTime:
         """Return the time of a prefill group of prompts of these lengths, with the intake of their requests."""
-        looked_at = sum(length * (length + 1) // 2 for length in lengths)
-        key = sum(lengths), _rounded(looked_at), len(lengths)
-        if key not in self._prefilled:
-            self._prefilled[key] = self._prefill(*key)
-        return self._prefilled[key]
-
-    def _prefill(self, tokens: int, looked_at: int, sequences: int) -> PassTime:
-        time = self._layers(self._prefilled_group(tokens, looked_at))
-        step = self._costs.step
-        intake_s = step.group_s + step.sequence_s * sequences + step.further_layers_s
-        time.parts[INTAKE] += intake_s
-        time.bounds[OVERHEAD] += intake_s
-        return time
+        tokens = _rounded_rows(sum(lengths))
+        looked_at = _rounded(sum(length * (length + 1) // 2 for length in lengths))
+        candidate, fused = self._candidate, self._fused(decode=False)
+        limit = min(candidate.b_attn_prefill, tokens)
+        key = False, tokens, looked_at, limit, fused, candidate.kv != DEVICE, candidate.weights
+        if key not in self._known:
+            self._known[key] = self._layers(self._prefilled_group(tokens, looked_at))
+        time, step = self._known[key], self._costs.step
+        intake_s = step.group_s + step.sequence_s * len(lengths)
+        parts, bounds = defaultdict(float, time.parts), defaultdict(float, time.bounds)
+        parts[INTAKE] += intake_s
+        bounds[OVERHEAD] += intake_s
+        return replace(time, parts=parts, bounds=bounds)
 
     def restore(self, tokens: float) -> PassTime:
         """Return the time of bringing the KV of so many tokens, of all layers, from the store to the device."""
@@ -222,6 +231,12 @@ class PassCost:
 def _add(bounds: defaultdict[str, float], more: Mapping[str, float], times: int) -> None:
     for name, seconds in more.items():
         bounds[name] += times * seconds
+
+
+def _rounded_rows(rows: int) -> int:
+    """Return the number with an error of less than two percent. Powers of two, as most limits are, stay exact."""
+    step = 1 << max(rows.bit_length() - _ROW_BITS, 0)
+    return (rows + step // 2) // step * step
 
 
 def _rounded(number: float) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.residency import FREE_PAGES
 from sgl_batch.planner.candidate import DEVICE, EXCLUSIVE, STREAMED
 from sgl_batch.planner.pass_cost import PassCost, PassTime
-from sgl_batch.planner.workload import Request, Workload, thinned
+from sgl_batch.planner.workload import Request, Workload, followed
 
 # Sequences that are followed one by one; of a larger batch the middle is one long steady state.
 _MOST_FOLLOWED = 2048
@@ -54,6 +55,18 @@ class Prediction:
         """Return the sequences of a decode step on average."""
         return self.rows / self.steps if self.steps else 0.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the prediction as JSON."""
+        return {
+            "seconds": round(self.seconds, 3),
+            "prefill_s": round(self.prefill_s, 3),
+            "decode_s": round(self.seconds - self.prefill_s, 3),
+            "parts_s": {name: round(seconds, 3) for name, seconds in self.parts.items() if seconds > 0},
+            "decode_steps": round(self.steps),
+            "mean_rows": round(self.mean_rows, 1),
+            "prefill_groups": round(self.groups),
+        }
+
     def plus(self, other: Prediction, times: float) -> Prediction:
         """Return this one and `times` the other one."""
         made = Prediction()
@@ -67,11 +80,11 @@ class Prediction:
 
 def predict(workload: Workload, plan: Plan, cost: PassCost, room: Room, kv: str) -> Prediction | None:
     """Return the run of a batch, or None where a sequence can never fit."""
-    whole = _run(thinned(workload, _MOST_FOLLOWED), plan, cost, room, kv)
+    whole = _run(followed(workload, _MOST_FOLLOWED), plan, cost, room, kv)
     left = workload.count - _MOST_FOLLOWED
     if whole is None or left <= 0:
         return whole
-    half = _run(thinned(workload, _MOST_FOLLOWED // 2), plan, cost, room, kv)
+    half = _run(followed(workload, _MOST_FOLLOWED // 2), plan, cost, room, kv)
     assert half is not None, "what fits all fits some"
     # What the second half of those followed adds is what each further half adds: start and end happen once.
     return whole.plus(whole.plus(half, -1.0), left / (_MOST_FOLLOWED / 2))

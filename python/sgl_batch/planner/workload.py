@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_batch.errors import ConfigError
 
-DEFAULT = "128:128x256"
+DEFAULT, DEFAULT_OUTPUT = "128:128x256", 128
 _COUNT = 256
 _SPEC = re.compile(r"(\d+):(\d+)(?:x(\d+))?", re.ASCII)
 _MOST_COUNT = 100_000_000
@@ -24,10 +24,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A batch in its order. `requests` stand for `count` requests, in equal shares."""
+    """A batch in its order. `requests` stand for `count` requests, in equal shares.
+
+    `source`: where it is from, for messages.
+    """
 
     requests: Sequence[Request]
     count: int
+    source: str = "given"
 
     @property
     def longest(self) -> int:
@@ -68,9 +72,17 @@ def parse_lengths(lines: Iterable[str], name: str) -> Workload:
     return Workload(requests=requests, count=len(requests))
 
 
-def thinned(workload: Workload, most: int) -> Workload:
-    """Return a workload of at most `most` requests: evenly spaced ones, in order."""
-    requests = workload.requests
-    if len(requests) <= most:
+def followed(workload: Workload, most: int) -> Workload:
+    """Return a workload of as many requests as it stands for, but at most `most`: evenly spaced ones, in order."""
+    requests, length = workload.requests, min(workload.count, most)
+    if len(requests) == length:
         return workload
-    return Workload(requests=[requests[index * len(requests) // most] for index in range(most)], count=workload.count)
+    return replace(workload, requests=[requests[index * len(requests) // length] for index in range(length)])
+
+
+def within_context(workload: Workload, context: int) -> Workload:
+    """Return the workload with sequences of at most `context` tokens, which an engine does not exceed."""
+    if workload.longest <= context:
+        return workload
+    cut = [Request(min(one.prompt, context - 1), one.output) for one in workload.requests]
+    return replace(workload, requests=[Request(one.prompt, min(one.output, context - one.prompt)) for one in cut])

@@ -1,4 +1,4 @@
-"""Makes a model's profile on this machine, in two child processes, and keeps it in the user's cache."""
+"""Makes a model's profile on this machine, in two child processes. startup/kept_profile keeps it."""
 
 from __future__ import annotations
 
@@ -15,48 +15,16 @@ from typing import Any
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.model_layers import ModelLayers, layer_kinds
-from sgl_batch.planner.samples import PassSample, Profile, StepSample, profile_of
+from sgl_batch.planner.samples import PassSample, Profile, StepSample
 from sgl_batch.profiler.cut_model import CutModel, cut
-from sgl_batch.profiler.hardware import hardware
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
-from sgl_batch.startup.choice_cache import model_hash, versions
-from sgl_batch.user_cache import cache_directory, hashed_name, write_json
+from sgl_batch.startup.kept_profile import machine_facts
 
 # Seconds for the samples; the start of both processes comes on top.
 PASSES_S, STEPS_S, _AT_MOST_S = 20.0, 9.0, 300.0
 _POOL_TOKENS, _PREFILL_TOKENS, _PAGE_SIZE = 1 << 16, 4096, 64
 _POOL_BYTES = 1 << 30
 _STEP_ROWS = (1, 256, 16, 64, 4)
-
-
-def machine_facts(model: Path, *, dtype: str, weight_dtype: str) -> dict[str, Any]:
-    """Return what a profile of a model holds for: this machine, the model's config, number types and versions."""
-    facts = {**hardware(), "model_config": model_hash(str(model)), "dtype": dtype, "weight_dtype": weight_dtype}
-    return {**facts, **{f"version_of_{name}": version for name, version in versions().items()}}
-
-
-def profile_path(model: Path, *, dtype: str, weight_dtype: str) -> Path:
-    """Return where the profile of a model is kept. The file says of which machine it is."""
-    return cache_directory() / "profiles" / hashed_name([model_hash(str(model)), dtype, weight_dtype])
-
-
-def read_profile(path: Path) -> Profile | None:
-    """Return the profile of a file, or None where there is no file. Raises ConfigError for what is no profile."""
-    try:
-        return profile_of(json.loads(path.read_text(encoding="utf-8")), str(path))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        why = f"{path} cannot be read as a profile: {error}; make one with sgl-batch plan --profile"
-        raise ConfigError(why) from error
-
-
-def keep_profile(path: Path, profile: Profile) -> None:
-    """Write the file in one step. Raises ConfigError where it cannot be written."""
-    try:
-        write_json(path, profile.as_dict())
-    except OSError as error:
-        raise ConfigError(f"the profile cannot be kept in {path}: {error}") from error
 
 
 def make_profile(

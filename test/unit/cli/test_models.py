@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sgl_batch.checkpoint.files import StoredTensor
+from sgl_batch.checkpoint.tensors import ModelTensor
 from sgl_batch.cli.models.check_command import check_command
 from sgl_batch.cli.models.list_command import models_command
 from sgl_batch.cli.models.tables import as_json
-from sgl_batch.cli.models.tensors import ModelTensor
 from sgl_batch.core.supported_models import FAMILIES, FORMATS
 
 ROOT = Path(__file__).resolve().parents[3]

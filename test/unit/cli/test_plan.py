@@ -11,7 +11,7 @@ import pytest
 
 from sgl_batch.cli.plan.command import plan_command
 from sgl_batch.cli.run.options import run_flags
-from sgl_batch.profiler.profile import keep_profile, machine_facts
+from sgl_batch.startup.kept_profile import keep_profile, machine_facts
 
 TINY = Path(__file__).resolve().parents[3] / "test" / "models" / "tiny-qwen3-moe"
 
@@ -99,7 +99,7 @@ def test_a_foreign_profile_is_refused(capsys, tmp_path):
 
 
 def test_a_foreign_profile_in_the_cache_leaves_the_defaults(capsys, tmp_path):
-    from sgl_batch.profiler.profile import profile_path
+    from sgl_batch.startup.kept_profile import profile_path
 
     keep_profile(profile_path(TINY, dtype="bfloat16", weight_dtype="auto"), made.profile())
     code, message = to_message(capsys)

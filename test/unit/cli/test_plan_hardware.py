@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sgl_batch.cli.models.needs import Model, Target, fit
-from sgl_batch.cli.models.tensors import tensors_of
+from sgl_batch.checkpoint.tensors import tensors_of
 from sgl_batch.cli.plan.command import plan_command
 from sgl_batch.config import from_mapping
 from sgl_batch.core.supported_models import GPU
+from sgl_batch.planner.needs import Model, Target, fit
 
 TINY = Path(__file__).resolve().parents[3] / "test" / "models" / "tiny-qwen3-moe"
 ON_H100 = ("--hardware", "H100-SXM", "--workload", "64:32x64")

@@ -6,10 +6,11 @@ import made_profiles as made
 import pytest
 
 from sgl_batch.planner.candidate import DEVICE, EXCLUSIVE, INCLUSIVE, STREAMED, Candidate, flags_of
+from sgl_batch.planner.candidates import Allowed, kv_forms
 from sgl_batch.planner.cost_model import fit
 from sgl_batch.planner.model_layers import DENSE
 from sgl_batch.planner.schedule import Room
-from sgl_batch.planner.search import Allowed, MemoryMap, kv_forms, search
+from sgl_batch.planner.search import MemoryMap, search
 from sgl_batch.planner.workload import parse_workload
 
 RATES = {"disk": 2e9, "copy": 1e8}
@@ -22,10 +23,10 @@ def memory_of(candidate: Candidate) -> MemoryMap:
     return MemoryMap(phases={"prefill": uses}, room=Room(device=100_000, store=100_000), lacks=lacks)
 
 
-def found(workload="128:32x512", kind="moe", memory=memory_of, **allowed):
+def found(workload="128:32x512", kind="moe", memory=memory_of, quick=False, **allowed):
     layers = made.layers(kind)
     costs = fit(made.profile(kind, rates=RATES), layers)
-    return search(parse_workload(workload), costs, layers, Allowed(**{"cores": 4, **allowed}), memory)
+    return search(parse_workload(workload), costs, layers, Allowed(**{"cores": 4, **allowed}), memory, quick=quick)
 
 
 def test_the_best_plan_has_the_least_predicted_time_among_those_that_fit():
@@ -91,11 +92,55 @@ def test_a_dense_model_may_accumulate_or_not():
     [
         (0, "auto", (DEVICE,)),
         (1, "auto", (INCLUSIVE, EXCLUSIVE, STREAMED)),
-        (1, "exclusive", (EXCLUSIVE, STREAMED)),
+        (1, "exclusive", (EXCLUSIVE,)),
     ],
 )
 def test_a_store_gives_its_forms_of_kv(store, mode, forms):
     assert kv_forms(store_bytes=store, mode=mode) == forms
+
+
+def test_a_place_of_decode_kv_that_was_asked_for_leaves_the_forms_of_that_place():
+    assert kv_forms(store_bytes=1, mode="auto", decode_kv="resident") == (INCLUSIVE, EXCLUSIVE)
+    assert kv_forms(store_bytes=1, mode="inclusive", decode_kv="streamed") == (STREAMED,)
+
+
+@pytest.mark.parametrize(
+    "pinned",
+    [
+        {"b_attn_prefill": 700},
+        {"b_moe_prefill": 100},
+        {"b_attn_decode": 100},
+        {"b_moe_decode": 5},
+        {"accumulate": False},
+        {"b_attn_prefill": 300, "b_moe_prefill": 3000, "b_attn_decode": 7, "b_moe_decode": 9, "accumulate": True},
+    ],
+)
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_candidate_agrees_with_what_is_pinned(pinned, quick):
+    ranked = found("64:16x64", pinned=pinned, quick=quick).ranked
+    assert ranked
+    for planned in ranked:
+        candidate = planned.candidate
+        assert {name: getattr(candidate, name) for name in pinned} == pinned
+        assert candidate.b_attn_prefill <= candidate.b_moe_prefill
+        assert candidate.b_attn_decode <= candidate.b_moe_decode
+
+
+def test_a_pinned_sub_batch_of_0_is_the_engines_own():
+    assert {one.candidate.b_attn_decode for one in found("64:16x600", pinned={"b_attn_decode": 0}).ranked} == {
+        *(8, 16, 32, 64, 128, 256)
+    }
+
+
+def test_no_group_is_larger_than_what_may_run():
+    assert max(one.candidate.b_moe_decode for one in found("64:16x600", most_running=100).ranked) == 100
+
+
+@pytest.mark.parametrize("kv", [(DEVICE,), (INCLUSIVE, EXCLUSIVE, STREAMED)])
+def test_a_quick_search_tries_fewer_candidates_and_finds_as_fast_a_plan(kv):
+    thorough, quick = (found("96:24x200,32:300x40", kv=kv, quick=one) for one in (False, True))
+    assert quick.tried < thorough.tried / 2
+    assert quick.ranked[0].prediction.seconds <= 1.01 * thorough.ranked[0].prediction.seconds
 
 
 def test_a_candidate_is_flags_of_run():

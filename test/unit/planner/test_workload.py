@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.planner.workload import Request, parse_lengths, parse_workload, thinned
+from sgl_batch.planner.workload import Request, Workload, followed, parse_lengths, parse_workload, within_context
 
 
 def test_a_workload_names_prompt_output_and_count():
@@ -39,9 +39,19 @@ def test_a_file_without_lengths_is_refused():
         parse_lengths(["# nothing"], "lengths.txt")
 
 
-def test_a_thinned_workload_keeps_the_order_and_the_count():
+def test_the_requests_that_are_followed_keep_the_order_and_the_count():
     whole = parse_workload("1:1x10,2:2x10")
-    found = thinned(whole, 4)
+    found = followed(whole, 4)
     assert [one.prompt for one in found.requests] == [1, 1, 2, 2]
     assert found.count == 20
-    assert thinned(whole, 100) is whole
+    assert followed(whole, 100) is whole
+
+
+def test_a_sample_is_followed_as_often_as_it_stands_for():
+    found = followed(Workload(requests=[Request(1, 1), Request(2, 2)], count=5), 100)
+    assert [one.prompt for one in found.requests] == [1, 1, 1, 2, 2]
+
+
+def test_no_sequence_is_longer_than_the_context():
+    found = within_context(parse_workload("8:8x1,2:2x1,30:4x1"), 10)
+    assert found.requests == [Request(8, 2), Request(2, 2), Request(9, 1)]

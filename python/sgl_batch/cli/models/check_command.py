@@ -13,13 +13,13 @@ from typing import Any
 from sgl_batch import config as batch_config
 from sgl_batch.byte_sizes import HOW_TO_WRITE, format_bytes
 from sgl_batch.checkpoint.model_directory import ModelSource, cached_directory, model_config, quantization
-from sgl_batch.cli.models.needs import Fit, Model, Target, fit, remedy
-from sgl_batch.cli.models.tensors import tensors_of
+from sgl_batch.checkpoint.tensors import tensors_of
 from sgl_batch.cli.run.options import UsageParser
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.model_refusals import number_type, text_part
 from sgl_batch.core.supported_models import CPU, DEVICES, GPU, format_of, forward_text, has_adapter
 from sgl_batch.errors import ConfigError
+from sgl_batch.planner.needs import Fit, Model, Target, fit, remedy
 from sgl_batch.startup.model_checks import check_any_device, check_this_device
 
 FORMAT = "sgl_batch.check/1"

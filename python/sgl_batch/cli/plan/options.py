@@ -33,6 +33,8 @@ first: they make it slower than the machine is. Without a profile the engine's d
 predicted. With --hardware the rates are a data sheet's, and the shares of them that are reached are assumed: nothing of
 it was measured, or compared with a run on a GPU. Each number says where it is from: measured here, fitted to the
 profile, counted from the model's files, data sheet, or assumed.
+
+With a profile kept, `sgl-batch run`, the server and Engine plan the sizes that are not given by themselves.
 """
 _EPILOG = """\
 exit codes:

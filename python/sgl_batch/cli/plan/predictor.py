@@ -6,22 +6,23 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sgl_batch.cli.models.needs import Target
-from sgl_batch.cli.plan.memory import CandidateMemory, remembered
 from sgl_batch.cli.plan.subject import Subject
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.supported_models import CPU, GPU
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import RESIDENT
+from sgl_batch.planner.candidate_memory import CandidateMemory, remembered
+from sgl_batch.planner.candidates import Allowed, kv_forms
 from sgl_batch.planner.cost_model import CostModel, fit
 from sgl_batch.planner.data_sheets import HERE, DataSheet, sheet_of_gpu
 from sgl_batch.planner.layer_bars import PassPicture, pass_picture
 from sgl_batch.planner.layouts import ONE_GPU, Layout, kv_parts, layouts, rank_layers, share_of
+from sgl_batch.planner.needs import Target
 from sgl_batch.planner.pass_cost import PassCost
 from sgl_batch.planner.samples import Profile
-from sgl_batch.planner.search import Allowed, Outcome, Planned, kv_forms, predict_candidate, search, search_layouts
+from sgl_batch.planner.search import Outcome, Planned, predict_candidate, search, search_layouts
 from sgl_batch.planner.sheet_costs import Assumptions, sheet_costs
-from sgl_batch.profiler.hardware import hardware
+from sgl_batch.startup.hardware import hardware
 
 PAGE_SIZE = 64
 # SGLang gives weights and KV half of a CPU machine's memory where --device-memory is not given.

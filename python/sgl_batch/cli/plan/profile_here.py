@@ -11,7 +11,8 @@ from sgl_batch.cli.plan.report import MEASURED
 from sgl_batch.cli.plan.subject import Subject
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.samples import Profile, check_machine
-from sgl_batch.profiler.profile import keep_profile, machine_facts, make_profile, profile_path, read_profile
+from sgl_batch.profiler.profile import make_profile
+from sgl_batch.startup.kept_profile import keep_profile, machine_facts, profile_path, read_profile
 
 _DISK_BYTES = 512 << 20
 

@@ -61,16 +61,10 @@ def prediction_message(prediction: Prediction, source: str) -> dict[str, Any]:
     whole = max(sum(prediction.bounds.values()), 1e-12)
     bounds = sorted(((name, seconds) for name, seconds in prediction.bounds.items() if seconds > 0), key=_longest)
     return {
-        "seconds": round(prediction.seconds, 3),
-        "prefill_s": round(prediction.prefill_s, 3),
-        "decode_s": round(prediction.seconds - prediction.prefill_s, 3),
-        "parts_s": {name: round(seconds, 3) for name, seconds in prediction.parts.items() if seconds > 0},
+        **prediction.as_dict(),
         "bounds_s": {name: round(seconds, 3) for name, seconds in bounds},
         "bound_shares": {name: round(seconds / whole, 4) for name, seconds in bounds},
         "bottleneck": bottleneck(prediction),
-        "decode_steps": round(prediction.steps),
-        "mean_rows": round(prediction.mean_rows, 1),
-        "prefill_groups": round(prediction.groups),
         "source": source,
     }
 

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_batch.checkpoint.model_directory import cached_directory, model_config
-from sgl_batch.cli.models.needs import Model
-from sgl_batch.cli.models.tensors import tensors_of
+from sgl_batch.checkpoint.tensors import tensors_of
 from sgl_batch.core.model_refusals import QUANTIZATION_FIELDS, number_type, text_part
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.data_sheets import HERE
 from sgl_batch.planner.model_layers import ModelLayers, model_layers
+from sgl_batch.planner.needs import Model
 from sgl_batch.planner.workload import DEFAULT, Workload, parse_lengths, parse_workload
+from sgl_batch.startup.planned_model import ITEM_BYTES, model_directory, whole_config
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FP8 = "fp8"
 
 
@@ -36,13 +35,11 @@ class Subject:
 
 def read_subject(args: argparse.Namespace, weight_dtype: str) -> Subject:
     """Return what the command line names. Raises ConfigError for what the user can mend."""
-    directory, workload = _directory(args.model), _workload(args)
-    whole = model_config(str(directory))
-    if whole is None:
-        raise ConfigError(f"{directory} has no config.json that can be read; name a model's directory")
+    directory, workload = model_directory(args.model), _workload(args)
+    whole = whole_config(directory)
     body, dtype = text_part(whole), number_type(whole, args.dtype)
     on_sheet = args.hardware.lower() != HERE
-    item_bytes = _ITEM_BYTES[dtype]
+    item_bytes = ITEM_BYTES[dtype]
     weight_bytes = _bytes_on_gpu(whole, dtype) if on_sheet else 1 if weight_dtype == "int8" else item_bytes
     if on_sheet and weight_dtype == "int8":
         raise ConfigError("--cpu-weight-dtype int8 is for CPUs; leave it out with --hardware")
@@ -72,7 +69,7 @@ def _bytes_on_gpu(whole: Mapping[str, Any], dtype: str) -> int:
         )
     if dtype == "float32":
         raise ConfigError("--hardware predicts no float32, which data sheets of GPUs leave out; give --dtype bfloat16")
-    return 1 if method == _FP8 else _ITEM_BYTES[dtype]
+    return 1 if method == _FP8 else ITEM_BYTES[dtype]
 
 
 def _workload(args: argparse.Namespace) -> Workload:
@@ -82,12 +79,3 @@ def _workload(args: argparse.Namespace) -> Workload:
         return parse_lengths(args.lengths.read_text(encoding="utf-8").splitlines(), str(args.lengths))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the lengths in {args.lengths} cannot be read: {error}") from error
-
-
-def _directory(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    cached = cached_directory(name, None)
-    if cached is None:
-        raise ConfigError(f"there is no model directory {name}, and no model of that name in the hub's cache here")
-    return cached

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
-from sgl_batch.cli.models.tensors import ModelTensor
+from sgl_batch.checkpoint.tensors import ModelTensor
 from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.gpu_reserves import GpuReading, GpuUse, gpu_reserves

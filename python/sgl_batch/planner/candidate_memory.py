@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sgl_batch.cli.models.needs import Fit, Model, Target, fit
 from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.core.device_budget import ModelShape, pass_bytes
 from sgl_batch.core.model_numbers import head_dims, number, shape_of
 from sgl_batch.planner.candidate import DEVICE, Candidate
+from sgl_batch.planner.needs import Fit, Model, Target, fit
 from sgl_batch.planner.schedule import Room
 from sgl_batch.planner.search import MemoryMap
 

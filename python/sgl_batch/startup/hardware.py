@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from sgl_batch.processor import read_processor
 
@@ -12,7 +11,7 @@ from sgl_batch.processor import read_processor
 _INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
 
-def hardware(root: Path = Path("/")) -> dict[str, Any]:
+def hardware(root: Path = Path("/")) -> dict[str, object]:
     """Return the machine's parts by name. `root`: where its /proc is."""
     processor = read_processor(root)
     gpus = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
