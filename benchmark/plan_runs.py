@@ -28,9 +28,10 @@ from comparison.workload import model_config
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import Candidate, flags_of
+from sgl_batch.planner.candidates import Allowed
 from sgl_batch.planner.cost_model import fit
 from sgl_batch.planner.schedule import Prediction, Room
-from sgl_batch.planner.search import Allowed, MemoryMap, predict_candidate
+from sgl_batch.planner.search import MemoryMap, predict_candidate
 from sgl_batch.planner.workload import Request, Workload, parse_workload
 
 _ROOM = MemoryMap(phases={}, room=Room(device=1 << 30))
@@ -108,7 +109,9 @@ def run(args: argparse.Namespace, candidate: Candidate, workload: Workload) -> d
                 lines.write(json.dumps({**line, "body": {**body, "ignore_eos": True}}) + "\n")
         command = [sys.executable, "-m", "sgl_batch.cli", "run", "-i", str(source), "-o", str(output), "--model"]
         command += [str(args.model), "--served-model-name", "m", *flags_of(candidate.settings), *args.run_flag]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # Without the kept profile a run plans nothing by itself, such as --accumulate, which these plans leave alone.
+        environment = {**os.environ, "XDG_CACHE_HOME": directory}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         manifest = output.with_name("out.manifest.json")
         if done.returncode or not manifest.exists():
             raise ConfigError(f"sgl-batch run ended with {done.returncode}: {done.stderr[-400:]}")

@@ -1,4 +1,6 @@
-"""Owns what all tests share: the repository's paths, their order, their time limit, and no use of the network."""
+"""Owns what all tests share: the repository's paths, their order, their time limit, and no use of the network
+or of the user's cache.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import faulthandler
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +22,10 @@ from _pytest.faulthandler import (
 # Set before a test module imports transformers or starts an engine: a model is a directory, never a download.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
+# The user's profiles and choices of earlier starts decide nothing here. Set once, before any fork server starts: a test
+# that changed it would start another one.
+_USER_CACHE = tempfile.TemporaryDirectory(prefix="sgl-batch-cache-")
+os.environ["XDG_CACHE_HOME"] = _USER_CACHE.name
 
 
 @pytest.hookimpl(trylast=True)

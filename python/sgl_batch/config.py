@@ -194,6 +194,13 @@ class ScheduleConfig:
         "measured at the start",
         choices=OVERLAPS,
     )
+    workload: str | None = _flag(
+        None,
+        "the batch for which sizes of groups that are not given are planned, where a profile of the model on this "
+        "machine is kept (`sgl-batch plan`): tokens of prompts and outputs, and how many requests; several behind "
+        "commas; by default the input of `sgl-batch run`, else 128:128x256",
+        metavar="PROMPT:OUTPUTxCOUNT",
+    )
 
 
 WEIGHT_MODES = ("resident", "streamed")
@@ -443,22 +450,22 @@ def split_kwargs(kwargs: Mapping[str, Any]) -> tuple[BatchConfig, dict[str, Any]
 
 
 def add_cli_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one argument group per owner, generated from the dataclasses above."""
+    """Add one argument group per owner, generated from the dataclasses above. Flags not given leave no attribute."""
     for name, section in _SECTIONS.items():
         title, text = _HEADINGS[name]
         group = parser.add_argument_group(f"sgl_batch: {title}", text)
         for field in dataclasses.fields(section):
-            _add_flag(group, field)
+            _add_flag(group, field, default=argparse.SUPPRESS)
 
 
 def add_some_flags(group: Any, names: Sequence[str], *, briefly: bool = False) -> None:
     """Add the flags of these names to an argument group. `briefly`: the group's heading says how sizes are written."""
     fields = {field.name: field for section in _SECTIONS.values() for field in dataclasses.fields(section)}
     for name in names:
-        _add_flag(group, fields[name], briefly=briefly)
+        _add_flag(group, fields[name], briefly=briefly, default=fields[name].default)
 
 
-def _add_flag(group: Any, field: dataclasses.Field[Any], *, briefly: bool = False) -> None:
+def _add_flag(group: Any, field: dataclasses.Field[Any], *, default: Any, briefly: bool = False) -> None:
     name = "--" + field.name.replace("_", "-")
     text: str = (
         field.metadata["help"] if field.default is None else f"{field.metadata['help']} (default: {field.default})"
@@ -466,14 +473,14 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], *, briefly: bool = Fals
     text = text.replace("%", "%%")
     if field.metadata["kind"] is bool:
         action = argparse.BooleanOptionalAction
-        group.add_argument(name, dest=field.name, action=action, default=field.default, help=text)
+        group.add_argument(name, dest=field.name, action=action, default=default, help=text)
     elif field.metadata["in_bytes"]:
         # Sizes are parsed in from_mapping, as those given by keyword are, so that the error message is the same.
         text = text if briefly else f"{text}; it takes {HOW_TO_WRITE}"
-        group.add_argument(name, dest=field.name, metavar="BYTES", default=field.default, help=text)
+        group.add_argument(name, dest=field.name, metavar="BYTES", default=default, help=text)
     else:
         kind = field.metadata["kind"]
-        group.add_argument(name, dest=field.name, type=kind, metavar=_metavar(field), default=field.default, help=text)
+        group.add_argument(name, dest=field.name, type=kind, metavar=_metavar(field), default=default, help=text)
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:
@@ -486,4 +493,9 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
 
 def from_args(args: argparse.Namespace) -> BatchConfig:
     """Read our flags from parsed arguments. Raises ConfigError."""
-    return from_mapping({name: getattr(args, name) for name in field_names() if hasattr(args, name)})
+    return from_mapping({name: getattr(args, name) for name in given_in(args)})
+
+
+def given_in(args: argparse.Namespace) -> frozenset[str]:
+    """Return the names of our flags that parsed arguments have: of `add_cli_flags`, those that the user gave."""
+    return frozenset(vars(args)) & field_names()

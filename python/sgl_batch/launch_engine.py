@@ -30,9 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(link, str(error), 1, BAD_USAGE)
     level = str(parsed.server_args.log_level).upper()
     logging.basicConfig(level=level, format="[%(asctime)s] %(message)s", force=True)
+    from sgl_batch.engine.launch import announce
     from sgl_batch.engine.worker_server import WorkerServer
     from sgl_batch.sglang_adapter.processes import kill_process_tree
 
+    announce("plan", parsed.plan.source)
     try:
         WorkerServer(parsed.server_args, parsed.config, parsed.start_method, link).serve()
     except ConfigError as error:

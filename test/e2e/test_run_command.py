@@ -9,12 +9,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import made_profiles
 import psutil
 import pytest
 import torch
+
+from sgl_batch.startup.kept_profile import keep_profile, machine_facts, profile_path
 
 from .conftest import MODEL, RunFiles, chat_line, collect, read_lines, run_argv
 from .odd_lines import check_result_lines, odd_input
@@ -110,10 +114,17 @@ def test_start_summary_and_manifest_name_the_forward_pass(first_run: RunFiles) -
 
 
 @pytest.fixture(scope="module")
-def second_run(mixed_input: Path, run_command: Callable[..., RunFiles]) -> RunFiles:
-    """The first run repeated with other sub-batches. Its processes log their imports."""
+def second_run(
+    mixed_input: Path, run_command: Callable[..., RunFiles], repo_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> RunFiles:
+    """The first run repeated with other sub-batches, and with a profile. Its processes log their imports."""
     sub_batches = ("--b-attn-decode", "3", "--b-attn-prefill", "5")
+    model, kinds = repo_root / "test" / "models" / "tiny-qwen3-moe", {"dtype": "float32", "weight_dtype": "auto"}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        keep_profile(
+            profile_path(model, **kinds), replace(made_profiles.profile(), machine=machine_facts(model, **kinds))
+        )
         patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
         return run_command(mixed_input, mixed_input.with_name("again.jsonl"), "--seed", "7", *sub_batches)
 
@@ -125,6 +136,29 @@ def test_a_run_is_repeated_from_its_manifest_whatever_the_sub_batches(
     assert manifest["status"] == "completed"
     assert manifest["seeds"]["job_seed"] == 7
     assert [answer(line) for line in second_run.output] == [answer(line) for line in first_run.output]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="profiles are of CPUs so far")
+def test_with_a_profile_a_run_takes_the_plan_and_says_what_was_predicted(
+    first_run: RunFiles, second_run: RunFiles
+) -> None:
+    plan = second_run.manifest["plan"]
+    chosen = plan["planned"]["chosen"]
+    assert {"b_moe_prefill", "b_moe_decode"} <= chosen.keys() <= {"b_moe_prefill", "b_moe_decode", "accumulate"}
+    assert plan["planned"]["source"].startswith("measured profile of 2026-01-01: ")
+    assert {name: plan["flags"][name] for name in chosen} == chosen
+    assert (plan["flags"]["b_attn_decode"], plan["flags"]["b_attn_prefill"]) == (3, 5)
+    in_force = plan["plan"]
+    assert (in_force["decode"]["b_moe"], in_force["prefill"]["b_moe"]) == (
+        chosen["b_moe_decode"],
+        chosen["b_moe_prefill"],
+    )
+    prediction = second_run.manifest["prediction"]
+    assert prediction["before_s"] > 0
+    assert prediction["predicted_s"].keys() == prediction["measured_s"].keys() >= {"prefill", "decode", "total"}
+    assert "Predicted and measured" in second_run.stderr
+    assert "prediction" not in first_run.manifest
+    assert "plan: conservative defaults (there is no profile of this model in float32" in first_run.stderr
 
 
 def test_on_a_cpu_torch_is_imported_once_and_the_engines_processes_are_forked(second_run: RunFiles) -> None:

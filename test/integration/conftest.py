@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +20,6 @@ from sgl_batch.sglang_adapter.stock_engine import StockEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from bringup.prompts import PROMPT_LENGTHS, Requests, questions, reference_of_transformers
-
-# Set once, before any fork server starts: a test that changed it would start another one.
-_USER_CACHE = tempfile.TemporaryDirectory(prefix="sgl-batch-cache-")
-os.environ["XDG_CACHE_HOME"] = _USER_CACHE.name
 
 FAMILIES = ("tiny-qwen3-moe", "tiny-mixtral", "tiny-deepseek-v3")
 

@@ -19,6 +19,7 @@ from sgl_batch.config import (
     field_names,
     from_args,
     from_mapping,
+    given_in,
     split_kwargs,
 )
 from sgl_batch.errors import ConfigError
@@ -53,6 +54,7 @@ OTHER = {
     "share_prefixes": False,
     "mix_prefill": 64,
     "overlap": "on",
+    "workload": "64:32x8",
     "order": "longest-first",
     "admission": "forecast",
     "trace_file": "trace.jsonl",
@@ -132,6 +134,7 @@ def test_every_option_reaches_its_owner():
             admission="forecast",
             share_prefixes=False,
             overlap="on",
+            workload="64:32x8",
         ),
         ranks=RankConfig(migration="never", token_dispatcher="gloo", rank_timeout_s=30.0),
         trace=TraceConfig(trace_file="trace.jsonl"),
@@ -248,6 +251,12 @@ def test_keywords_are_split_into_ours_and_sglangs():
 
 def test_arguments_of_a_parser_without_our_flags_give_the_defaults():
     assert from_args(argparse.Namespace(model_path="m")) == BatchConfig()
+
+
+def test_what_the_user_gave_is_known_also_where_it_is_the_default():
+    args = parser().parse_args(["--b-moe-decode", "256", "--no-accumulate"])
+    assert given_in(args) == {"b_moe_decode", "accumulate"}
+    assert given_in(parser().parse_args([])) == frozenset()
 
 
 def test_a_configuration_is_immutable():

@@ -17,6 +17,8 @@ from sgl_batch.engine.own_loop import OwnLoop
 from sgl_batch.engine.process_spec import ProcessSpec
 from sgl_batch.engine.rank_stats import merged_stats
 from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.planner.schedule import Prediction
+from sgl_batch.planner.workload import Workload
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN
 from sgl_batch.sglang_adapter.faults import error_text
@@ -24,6 +26,8 @@ from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
 from sgl_batch.startup.family_arguments import has_sinks
 from sgl_batch.startup.model_checks import check_any_device
+from sgl_batch.startup.plan_inputs import plan_start, predicted
+from sgl_batch.startup.start_plan import StartPlan, conservative
 
 
 class Engine(processes.RankedEngine):
@@ -35,8 +39,9 @@ class Engine(processes.RankedEngine):
 
     Args:
         **kwargs: SGLang's arguments (`model_path`, `dp_size`, ...) and ours (`b_moe_decode`, `kv_store_bytes`, ...), by
-            their names in Python. A program that has parsed and checked them passes `server_args` (a ServerArgs),
-            `batch_config` and `start_method` (multiprocessing's) instead.
+            their names in Python. Sizes of groups that are not given are planned, where a profile of the model on this
+            machine is kept (docs/plan.md). A program that has parsed and checked the arguments passes `server_args` (a
+            ServerArgs), `start_plan` (a StartPlan) and `start_method` (multiprocessing's) instead.
 
     Raises:
         ConfigError: The arguments, the model and this machine cannot work together. No process is left.
@@ -47,12 +52,15 @@ class Engine(processes.RankedEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         server_args, start_method = kwargs.pop("server_args", None), kwargs.pop("start_method", None)
-        self.batch_config: BatchConfig = kwargs.pop("batch_config", None) or BatchConfig()
+        plan: StartPlan | None = kwargs.pop("start_plan", None)
         if server_args is None:
-            self.batch_config, rest = split_kwargs(kwargs)
+            config, rest = split_kwargs(kwargs)
             check_any_device(model_source(rest))
             rest.setdefault("log_level", "error")
-            server_args = make_server_args(rest, self.batch_config)
+            plan = plan_start(config, kwargs.keys() - rest.keys(), rest, on_cpu=launch.on_cpu(rest))
+            server_args = make_server_args(rest, plan.config)
+        self.start_plan = plan or conservative(BatchConfig(), "a program gave its arguments")
+        self.batch_config: BatchConfig = self.start_plan.config
         platform = launch.child_platform(server_args)
         if start_method is None:  # on a GPU's machine imports initialise the GPU; such a process cannot be forked
             start_method = FORKSERVER if platform == CPU_PLATFORM else SPAWN
@@ -68,7 +76,8 @@ class Engine(processes.RankedEngine):
         except EngineError:
             self.shutdown()
             raise
-        launch.log_forward(self.running["forward"])
+        launch.announce("forward", self.running["forward"])
+        launch.announce("plan", self.start_plan.source)
         spec.watch(self.tokenizer_manager.note_death)
 
     def shutdown(self) -> None:
@@ -103,16 +112,22 @@ class Engine(processes.RankedEngine):
     def plan_manifest(self) -> dict[str, Any]:
         """Return the plan in force, our flags, and which kernels compute what, for a run's manifest.
 
-        Keys: plan, flags, forward, kernels, expert_runner, choices. All values are JSON.
+        Keys: plan, planned (where its sizes are from, and what they were predicted to take), flags, forward, kernels,
+        expert_runner, choices. All values are JSON.
         """
         return {
             "plan": dict(self.running["plan"]),
+            "planned": self.start_plan.as_dict(),
             "flags": self.batch_config.flat(),
             "forward": self.running["forward"],
             "kernels": self.running["kernels"],
             "expert_runner": self.running["expert_runner"],
             "choices": self.running["choices"],
         }
+
+    def predict(self, workload: Workload) -> Prediction | None:
+        """Return the predicted run of a batch with the sizes of this engine's start; None without a profile."""
+        return predicted(self.start_plan, workload)
 
     def set_plan(self, **limits: int | float | str) -> None:
         """Change the plan (b_attn_decode, boundary_tokens, ...) from the next forward pass on.
@@ -137,10 +152,10 @@ class Engine(processes.RankedEngine):
         """Return the counters since the start: time by part (seconds), calls, rows, and tokens for each expert.
 
         With several ranks, counters are sums and times are means (rank_stats.py); `ranks` has each rank's own. Tokens
-        for each expert are in the order of the experts.
+        for each expert are in the order of the experts. `planned` says where the sizes of the start are from.
         """
         states = self.loop.run_until_complete(self.tokenizer_manager.get_internal_state())
-        return merged_stats([state["sgl_batch"] for state in states])
+        return {**merged_stats([state["sgl_batch"] for state in states]), "planned": self.start_plan.source}
 
 
 def model_source(kwargs: Mapping[str, Any]) -> ModelSource:

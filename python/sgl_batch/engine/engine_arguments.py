@@ -12,8 +12,10 @@ from sgl_batch import config as batch_config
 from sgl_batch.checkpoint.model_directory import ModelSource
 from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError
+from sgl_batch.planner.workload import Workload
 from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
 from sgl_batch.startup.model_checks import check_any_device
+from sgl_batch.startup.start_plan import StartPlan, asked_workload
 
 _CONFIG_FILE = "--config"
 _UNRECOGNIZED = "unrecognized arguments: "
@@ -26,11 +28,16 @@ SGLang's, and mean what they mean in SGLang.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArguments:
-    """SGLang's arguments (a ServerArgs), ours, and multiprocessing's start method for the engine's processes."""
+    """SGLang's arguments (a ServerArgs), multiprocessing's start method for the engine's processes, and the plan."""
 
     server_args: Any
-    config: BatchConfig
     start_method: str
+    plan: StartPlan
+
+    @property
+    def config(self) -> BatchConfig:
+        """Our arguments, with the sizes that were planned."""
+        return self.plan.config
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,7 +70,10 @@ def build_parser(argv: Sequence[str], add_more: Callable[[argparse.ArgumentParse
     add_more(parser)
     batch_config.add_cli_flags(parser)
     add_engine_flags(parser)
-    parser.set_defaults(**launch.default_arguments({"device": known.device}, known.b_moe_decode, known.b_moe_prefill))
+    defaults = launch.default_arguments({"device": known.device}, known.b_moe_decode, known.b_moe_prefill)
+    # It follows from b_moe_decode, which may still be planned (launch.sglang_arguments).
+    del defaults["max_running_requests"]
+    parser.set_defaults(**defaults)
     return parser
 
 
@@ -79,7 +89,7 @@ def _check_early(argv: Sequence[str]) -> None:
     parser.add_argument("--model-path", "--model", dest="model")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     args = parser.parse_known_args(list(argv))[0]
-    batch_config.from_args(args)
+    asked_workload(batch_config.from_args(args))
     if _CONFIG_FILE in argv or {"-h", "--help"} & set(argv):
         return
     if args.model is None:
@@ -110,15 +120,20 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     ServerArgs.add_cli_args(parser)
 
 
-def build_arguments(argv: Sequence[str], near: Sequence[str] = ()) -> EngineArguments:
-    """Parse and check all flags. Raises ConfigError for a bad flag; --help exits.
+def build_arguments(
+    argv: Sequence[str], near: Sequence[str] = (), workload: Callable[[], Workload | None] = lambda: None
+) -> EngineArguments:
+    """Parse and check all flags, and plan sizes that are not given. Raises ConfigError for a bad flag; --help exits.
 
-    `near`: other flags of the program, which an unknown flag may mean.
+    `near`: other flags of the program, which an unknown flag may mean. `workload` returns the batch for which sizes are
+    planned, or None where it is not known.
     """
     _check_early(argv)
     with template(_what_defaults_depend_on(argv).device) as can_fork:
+        from sgl_batch.engine import launch
         from sgl_batch.engine.engine import make_server_args, model_source
         from sgl_batch.sglang_adapter.processes import argument_names, merge_config_file
+        from sgl_batch.startup.plan_inputs import plan_start
 
         parser = build_parser(argv)
         parser.near = near
@@ -127,5 +142,6 @@ def build_arguments(argv: Sequence[str], near: Sequence[str] = ()) -> EngineArgu
         kwargs = {name: getattr(args, name) for name in argument_names() if hasattr(args, name)}
         if _CONFIG_FILE in argv:
             check_any_device(model_source(kwargs))
-        server_args = make_server_args(kwargs, config)
-    return EngineArguments(server_args=server_args, config=config, start_method=FORK if can_fork else SPAWN)
+        plan = plan_start(config, batch_config.given_in(args), kwargs, workload, on_cpu=launch.on_cpu(kwargs))
+        server_args = make_server_args(kwargs, plan.config)
+    return EngineArguments(server_args=server_args, plan=plan, start_method=FORK if can_fork else SPAWN)

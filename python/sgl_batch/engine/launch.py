@@ -336,15 +336,15 @@ def start_tree(server_args: ServerArgs, spec: ProcessSpec) -> tuple[processes.La
             run_detokenizer_process_func=spec.detokenizer,
         )
     running = verify(spec.infos(launched.scheduler_infos), launched.tokenizer_manager, server_args)
-    log_forward(running["forward"])
+    announce("forward", running["forward"])
     spec.watch(launched.tokenizer_manager.note_death)
     return launched, str(running["forward"])
 
 
-def log_forward(forward: str) -> None:
-    """Log which forward pass computes the model, whatever SGLang's log level is."""
+def announce(name: str, text: str) -> None:
+    """Log a fact of the start, such as which forward pass computes the model, whatever SGLang's log level is."""
     logger.setLevel(logging.INFO)
-    logger.info("forward: %s", forward)
+    logger.info("%s: %s", name, text)
 
 
 def expected_classes(server_args: ServerArgs) -> dict[str, str]:

@@ -259,5 +259,6 @@ class FileRun:
             tokens_out=self._tracker.tokens_out,
             failures=self._sink.failures.by_code,
             stats=stats,
+            lengths=self._sink.lengths.workload(),
             kept=self._settings.earlier.num_done if self._settings.earlier else 0,
         )

@@ -94,6 +94,7 @@ class Manifest:
                 "total_tokens": result.tokens_in + result.tokens_out,
             },
             "engine": None if result.stats is None else _describe_stats(result.stats),
+            **({"prediction": result.plan.as_dict()} if result.plan is not None and result.plan.measured else {}),
         }
         self.write()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from sgl_batch.core.answers import LineResponse
 from sgl_batch.file_run.ordered_output import OrderedOutput
+from sgl_batch.file_run.run_lengths import RunLengths
 from sgl_batch.file_run.run_result import Failures
 from sgl_batch.file_run.waiting_results import Finished
 from sgl_batch.jobs.progress import ProgressTracker
@@ -41,6 +42,7 @@ class ResultSink:
     ) -> None:
         self.output = output
         self.failures = Failures()
+        self.lengths = RunLengths()
         self.is_broken = False
         self._run_id = run_id
         self._tracker = tracker
@@ -63,6 +65,10 @@ class ResultSink:
             code = error["code"] or f"status_{response.status_code}"
             self.failures.add(str(code), line.number, str(error["message"]))
         tokens_in, tokens_out = _usage(response.body)
+        if not failed:
+            choices = response.body.get("choices")
+            num_choices = len(choices) if isinstance(choices, list) else 1
+            self.lengths.add(line.index, prompt=tokens_in, output=tokens_out, choices=num_choices)
         self._tracker.line_done(failed=failed, tokens_in=tokens_in, tokens_out=tokens_out)
         self._commit(Finished(index=line.index, result_line=result_line, failed=failed))
 

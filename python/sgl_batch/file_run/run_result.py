@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from sgl_batch.core.answers import EngineStats
+from sgl_batch.file_run.plan_outcome import PlanOutcome
+from sgl_batch.planner.workload import Workload
 
 MAX_FAILURE_CODES = 100
 
@@ -44,7 +46,10 @@ class Failures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The end of a run. `message` says why it did not complete. `stats` is None where the engine sent none."""
+    """The end of a run. `message` says why it did not complete. `stats` is None where the engine sent none.
+
+    `lengths`: of the answered lines; None without any. `plan`: what became of the plan's prediction, where known.
+    """
 
     status: RunStatus
     message: str | None
@@ -56,6 +61,8 @@ class RunResult:
     tokens_out: int
     failures: Mapping[str, FailureKind] = field(default_factory=dict)
     stats: EngineStats | None = None
+    lengths: Workload | None = None
+    plan: PlanOutcome | None = None
     kept: int = 0  # lines of an earlier run; tokens and time are those of this run
 
     @property

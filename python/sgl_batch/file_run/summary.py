@@ -28,6 +28,8 @@ def format_summary(result: RunResult) -> str:
         lines += _time_table(result.stats)
         lines += _rank_table(result.stats)
         lines += _experts(result.stats)
+    if result.plan is not None:
+        lines += result.plan.lines()
     if result.ok == 0:
         lines.append("Warning: no line has an output.")
     return "\n".join(lines)

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from sgl_batch.engine.engine_arguments import _Parser
+from sgl_batch.config import given_in
+from sgl_batch.engine.engine_arguments import _Parser, build_parser
 from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter import faults, processes
 
@@ -27,6 +28,14 @@ def test_an_unknown_flag_is_reported_with_a_similar_one(argv: list[str], words: 
     parser.near = ("--output",)
     with pytest.raises(ConfigError, match=re.escape(words)):
         parser.parse_args(argv)
+
+
+def test_a_parsed_command_line_tells_what_was_given_from_defaults_that_are_planned() -> None:
+    args = build_parser(["--device", "cpu"]).parse_args(
+        ["--model-path", "m", "--device", "cpu", "--b-moe-decode", "256"]
+    )
+    assert given_in(args) == {"b_moe_decode"}
+    assert args.max_running_requests is None, "it follows from b_moe_decode, given or planned"
 
 
 @pytest.mark.parametrize(("level", "is_shown"), [(logging.INFO, False), (logging.DEBUG, True)])

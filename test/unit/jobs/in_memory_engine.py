@@ -18,6 +18,8 @@ from hashlib import sha256
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.partial_output import PartialOutput
 from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.planner.schedule import Prediction
+from sgl_batch.planner.workload import Workload
 
 Before = Callable[[Mapping[str, object]], Awaitable[LineResponse | None]]
 
@@ -94,6 +96,7 @@ class InMemoryBatchEngine:
         self._forward = forward
         self.loop = asyncio.new_event_loop()
         self.is_shut_down = False
+        self.prediction: Prediction | None = None
         self._line_engine = line_engine
 
     def line_engine(self) -> InMemoryEngine:
@@ -108,14 +111,24 @@ class InMemoryBatchEngine:
             choice = {"mode": found["mode"], "why": "earlier"}
         else:
             choice = {"mode": "sglang", "why": "measured"}
-        return {"b_attn_decode": 64, "choices": {"decode_forward": choice, "overlap": {"mode": "off", "why": "x"}}}
+        planned = {"source": "conservative defaults (in memory)", "chosen": {}}
+        return {
+            "b_attn_decode": 64,
+            "planned": planned,
+            "choices": {"decode_forward": choice, "overlap": {"mode": "off", "why": "x"}},
+        }
+
+    def predict(self, workload: Workload) -> Prediction | None:
+        return self.prediction
 
     def shutdown(self) -> None:
         self.is_shut_down = True
         self.loop.close()
 
 
-def prepare_in_memory(engine_argv: Sequence[str]) -> Callable[[], InMemoryBatchEngine]:
+def prepare_in_memory(
+    engine_argv: Sequence[str], workload: Callable[[], Workload | None]
+) -> Callable[[], InMemoryBatchEngine]:
     """Prepare the engine for the command. Flags make it misbehave on prompts that say so."""
     args = _parse_engine_argv(engine_argv)
 

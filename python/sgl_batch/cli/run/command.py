@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +23,11 @@ from sgl_batch.core.decode_choice import MEASURE
 from sgl_batch.core.start_choices import line_of
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.file_run.file_run import FileRun, RunSettings
+from sgl_batch.file_run.input_sample import sample_workload
 from sgl_batch.file_run.line_file import LineFile
 from sgl_batch.file_run.manifest import Manifest, RunFacts, differences, read_manifest, redacted
 from sgl_batch.file_run.ordered_output import OrderedOutput
+from sgl_batch.file_run.plan_outcome import compare
 from sgl_batch.file_run.resume import EarlierRun, RunFiles, read_earlier
 from sgl_batch.file_run.run_result import RunResult, RunStatus
 from sgl_batch.file_run.summary import format_summary
@@ -38,6 +41,8 @@ from sgl_batch.jobs.seen_ids import SeenIds
 from sgl_batch.jobs.tables.row_lines import write_lines
 from sgl_batch.jobs.tables.sources import Table, is_table
 from sgl_batch.owned_directory import OwnedDirectory, remove_abandoned
+from sgl_batch.planner.schedule import Prediction
+from sgl_batch.planner.workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,10 @@ class BatchEngine(Protocol):
         """Return the plan for the manifest."""
         ...
 
+    def predict(self, workload: Workload) -> Prediction | None:
+        """Return the predicted run of a batch, or None where nothing predicts it."""
+        ...
+
     def shutdown(self) -> None:
         """End the engine's processes."""
         ...
@@ -63,21 +72,20 @@ class BatchEngine(Protocol):
 _LONGEST_COMMAND = 300
 
 StartEngine = Callable[[], BatchEngine]
-PrepareEngine = Callable[[Sequence[str]], StartEngine]
+# Takes the engine's flags, and what estimates the batch.
+PrepareEngine = Callable[[Sequence[str], Callable[[], Workload | None]], StartEngine]
 
 
-def prepare_sglang_engine(engine_argv: Sequence[str]) -> StartEngine:
-    """Check the engine's flags, and return the function that starts it. Raises ConfigError."""
+def prepare_sglang_engine(engine_argv: Sequence[str], workload: Callable[[], Workload | None]) -> StartEngine:
+    """Check the engine's flags and plan for the batch; return the function that starts it. Raises ConfigError."""
     from sgl_batch.engine.engine_arguments import build_arguments
 
-    arguments = build_arguments(engine_argv, near=run_flags())
+    arguments = build_arguments(engine_argv, near=run_flags(), workload=workload)
 
     def start() -> BatchEngine:
         from sgl_batch.engine import Engine
 
-        return Engine(
-            server_args=arguments.server_args, batch_config=arguments.config, start_method=arguments.start_method
-        )
+        return Engine(server_args=arguments.server_args, start_plan=arguments.plan, start_method=arguments.start_method)
 
     return start
 
@@ -150,7 +158,7 @@ class _Run:
     def run(self, prepare_engine: PrepareEngine) -> int:
         options = self._options
         self._display.note(f"{options.input} -> {self._shown_output}, model {options.model}")
-        start_engine = prepare_engine([*options.engine_argv, *_settled_before(options)])
+        start_engine = prepare_engine([*options.engine_argv, *_settled_before(options)], self._estimated)
         spool = self._begin_spool()
         try:
             input_path = self._local_input(spool.path)
@@ -169,6 +177,13 @@ class _Run:
                 engine.shutdown()
         finally:
             spool.remove()
+
+    def _estimated(self) -> Workload | None:
+        """Return the batch as a sample of the input shows it. A table and a pipe become lines only later."""
+        source = Path(self._options.input)
+        if self._options.input == STDIN or not source.is_file() or is_table(source):
+            return None
+        return sample_workload(source, self._options.limit)
 
     def _begin_spool(self) -> OwnedDirectory:
         """Make the directory for temporary files. Raises ConfigError where another run writes the same output now."""
@@ -247,6 +262,9 @@ class _Run:
                 raise
         if options.table is not None and result.missing == 0:
             options.table.finish(self._run_id, total)
+        if result.status is RunStatus.COMPLETED and result.lengths is not None and result.stats is not None:
+            prediction = engine.predict(result.lengths)
+            result = replace(result, plan=compare(facts.plan["planned"], prediction, result.stats, result.wall_s))
         manifest.finish(result)
         self._report(result)
         return result.exit_code

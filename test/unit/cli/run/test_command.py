@@ -16,6 +16,7 @@ from in_memory_engine import InMemoryBatchEngine, InMemoryEngine, prepare_in_mem
 
 from sgl_batch.cli.run.command import run_command
 from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.planner.schedule import Prediction
 
 PROGRAM = Path(__file__).parents[2] / "jobs" / "in_memory_engine.py"
 
@@ -116,7 +117,7 @@ def test_a_bad_engine_flag_exits_1_without_a_traceback_and_without_files(job, ca
 
 
 def test_an_engine_that_does_not_start_exits_3_and_keeps_the_old_output(job, capsys):
-    def prepare(argv):
+    def prepare(argv, workload):
         def start():
             raise EngineError("no memory for the KV pool")
 
@@ -130,7 +131,7 @@ def test_an_engine_that_does_not_start_exits_3_and_keeps_the_old_output(job, cap
 
 
 def test_an_engine_that_refuses_a_flag_at_its_start_exits_1_with_its_message_alone(job, capsys):
-    def prepare(argv):
+    def prepare(argv, workload):
         def start():
             raise ConfigError("device_memory is 100.00 MiB, and 600.00 MiB are needed")
 
@@ -144,7 +145,7 @@ def test_an_engine_that_refuses_a_flag_at_its_start_exits_1_with_its_message_alo
 
 
 def test_a_fault_of_the_program_exits_3_with_its_traceback(job, caplog):
-    def prepare(argv):
+    def prepare(argv, workload):
         raise ZeroDivisionError("surprise")
 
     job.write("a")
@@ -239,10 +240,42 @@ def test_a_signal_after_the_last_line_changes_nothing(job):
     before = signal.getsignal(signal.SIGINT)
     job.write("a")
     engine = LateSignal(InMemoryEngine())
-    assert run_command(job.argv(), lambda argv: lambda: engine) == 0
+    assert run_command(job.argv(), lambda argv, workload: lambda: engine) == 0
     assert job.manifest()["status"] == "completed"
     assert engine.is_shut_down
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_plan_and_its_prediction_stand_beside_what_was_measured(job, capsys):
+    job.write("a", "b" * 40)
+    engine, asked = InMemoryBatchEngine(InMemoryEngine()), []
+
+    def predict(workload):
+        asked.append(workload)
+        return Prediction(seconds=9.0, prefill_s=2.0)
+
+    def prepare(argv, workload):
+        asked.append(workload())
+        return lambda: engine
+
+    engine.predict = predict
+    assert run_command(job.argv("--progress", "plain"), prepare) == 0
+    before, after = ([(one.prompt, one.output) for one in workload.requests] for workload in asked)
+    assert (before, after) == ([(1, 4), (10, 4)], [(7, 5), (7, 5)])
+    err = capsys.readouterr().err
+    assert "Plan: conservative defaults (in memory)" in err
+    assert "Predicted and measured" in err
+    prediction = job.manifest()["prediction"]
+    assert prediction["predicted_s"]["total"] == 9.0
+    assert prediction["measured_s"]["total"] == pytest.approx(job.manifest()["wall_s"], abs=1e-3)
+    assert job.manifest()["plan"]["planned"]["chosen"] == {}
+
+
+def test_without_a_prediction_a_run_says_where_its_plan_is_from(job, capsys):
+    job.write("a")
+    assert job.run() == 0
+    assert "Plan: conservative defaults (in memory)" in capsys.readouterr().err
+    assert "prediction" not in job.manifest()
 
 
 def test_the_resume_command_is_shortened_and_replaces_nothing(job, capsys):

@@ -225,7 +225,7 @@ def test_where_nothing_is_left_no_engine_is_started_and_nothing_is_written(job: 
     assert job.run() == 2
     before = {path: path.read_bytes() for path in job.directory.iterdir()}
 
-    def none_needed(_: Any) -> Any:
+    def none_needed(argv: Any, workload: Any) -> Any:
         def start() -> Any:
             raise AssertionError("an engine was started")
 

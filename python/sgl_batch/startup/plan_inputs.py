@@ -1,0 +1,179 @@
+"""Reads what an engine's plan is made from, and plans with it. No fault of planning keeps an engine from starting.
+
+start_plan decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from sgl_batch.config import BatchConfig
+from sgl_batch.core.model_numbers import number
+from sgl_batch.core.supported_models import CPU
+from sgl_batch.errors import ConfigError
+from sgl_batch.memory.free_memory import free_bytes
+from sgl_batch.planner.candidate import Candidate
+from sgl_batch.planner.candidate_memory import CandidateMemory, remembered
+from sgl_batch.planner.needs import Target
+from sgl_batch.planner.samples import Profile, check_machine
+from sgl_batch.planner.schedule import Prediction, Room
+from sgl_batch.planner.search import MemoryMap, MemoryOf
+from sgl_batch.planner.workload import DEFAULT, Workload, parse_workload, within_context
+from sgl_batch.startup.kept_profile import machine_facts, profile_path, read_profile
+from sgl_batch.startup.planned_model import PlannedModel, read_model
+from sgl_batch.startup.start_plan import PlanInputs, StartPlan, asked_workload, choose, conservative
+
+logger = logging.getLogger(__name__)
+
+# What an engine needs beside the planner's estimate: a plan must not be refused by the budget that it was made for.
+_SURE_SHARE = 0.9
+_CPU_SHARE = 0.5
+_PAGE_SIZE = 64
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length")
+_RANKS = ("dp_size", "tp_size", "ep_size", "pp_size")
+_OTHER_MODEL = ("json_model_override_args", "quantization")
+_FAULTS = (ArithmeticError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+
+
+def plan_start(
+    config: BatchConfig,
+    given: Collection[str],
+    arguments: Mapping[str, object],
+    workload: Callable[[], Workload | None] = lambda: None,
+    *,
+    on_cpu: bool,
+) -> StartPlan:
+    """Return the plan with which an engine starts.
+
+    Args:
+        config: The configuration, with defaults for what the user did not give.
+        given: The names of the settings that the user gave; they stay.
+        arguments: SGLang's arguments, as far as they were given.
+        workload: Returns the batch, where it is known. --workload comes before it, and the planner's default behind it.
+        on_cpu: Whether the engine computes on a CPU.
+
+    Raises:
+        ConfigError: --workload cannot be read.
+    """
+    asked = asked_workload(config)
+    try:
+        why_none = _obstacle(config, arguments, on_cpu=on_cpu)
+        if why_none is not None:
+            return conservative(config, why_none)
+        name, revision = str(arguments.get("model_path")), arguments.get("revision")
+        model = read_model(
+            name,
+            dtype=str(arguments.get("dtype") or "auto"),
+            weight_dtype=config.forward.cpu_weight_dtype,
+            revision=None if revision is None else str(revision),
+        )
+        again = f"sgl-batch plan --model {shlex.quote(name)} --profile"
+        profile = _profile(model, again)
+        batch = asked or workload() or replace(parse_workload(DEFAULT), source=f"by default, {DEFAULT}")
+        batch = within_context(batch, _context(model, arguments))
+        return choose(config, given, _inputs(config, arguments, model, profile, batch, again), batch)
+    except ConfigError as error:
+        return conservative(config, str(error))
+    except _FAULTS as error:
+        logger.debug("planning failed", exc_info=True)
+        text = (str(error).splitlines() or [""])[0]
+        return conservative(config, f"planning failed: {type(error).__name__}: {text}")
+
+
+def predicted(plan: StartPlan, workload: Workload) -> Prediction | None:
+    """Return the predicted run of a batch with the sizes of `plan`; None without a profile, or where planning fails."""
+    try:
+        return None if plan.predict is None else plan.predict(workload)
+    except (ConfigError, *_FAULTS):
+        logger.debug("the prediction failed", exc_info=True)
+        return None
+
+
+def _obstacle(config: BatchConfig, arguments: Mapping[str, object], *, on_cpu: bool) -> str | None:
+    """Return why a start is not planned, whatever profile there is."""
+    reasons = {
+        "profiles are of CPUs so far": not on_cpu,
+        "several ranks are not planned": any((_count(arguments, name) or 1) > 1 for name in _RANKS),
+        "flags change the model, and a profile is of the model as its files are": any(
+            arguments.get(name) not in (None, "", "{}") for name in _OTHER_MODEL
+        ),
+        "mix_prefill is not predicted": config.schedule.mix_prefill > 0,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _profile(model: PlannedModel, again: str) -> Profile:
+    """Return the kept profile. Raises ConfigError with the reason why there is none that holds here."""
+    kinds = {"dtype": model.dtype, "weight_dtype": model.weight_dtype}
+    profile = read_profile(profile_path(model.directory, **kinds))
+    if profile is None:
+        rounded = "" if model.weight_dtype == "auto" else f" with {model.weight_dtype} weights"
+        rounded_flag = "" if model.weight_dtype == "auto" else f" --cpu-weight-dtype {model.weight_dtype}"
+        raise ConfigError(
+            f"there is no profile of this model in {model.dtype}{rounded} on this machine; {again}{rounded_flag} makes "
+            "one in about a minute"
+        )
+    check_machine(profile, machine_facts(model.directory, **kinds))
+    cores = int(profile.machine["cores"])
+    if profile.load > cores / 2:
+        raise ConfigError(
+            f"the machine was busy when its profile was made, with a load of {profile.load:g} on {cores} cores; "
+            f"{again} makes a better one on an idle machine"
+        )
+    return profile
+
+
+def _inputs(
+    config: BatchConfig,
+    arguments: Mapping[str, object],
+    model: PlannedModel,
+    profile: Profile,
+    batch: Workload,
+    again: str,
+) -> PlanInputs:
+    page_size = _count(arguments, "page_size") or _PAGE_SIZE
+    target = Target(device=CPU, budget=_budget(config, arguments), page_size=page_size, length=batch.longest)
+    memory_of = remembered(CandidateMemory(model=model.files, target=target, base=config))
+    pool = _count(arguments, "max_total_tokens")
+    return PlanInputs(
+        profile=profile,
+        layers=model.layers,
+        memory_of=memory_of if pool is None else _within_pool(memory_of, pool // page_size),
+        page_size=page_size,
+        longest=_context(model, arguments),
+        most_running=_count(arguments, "max_running_requests"),
+        again=again,
+    )
+
+
+def _within_pool(memory_of: MemoryOf, pages: int) -> MemoryOf:
+    """Return `memory_of` for a pool of at most so many pages on the device."""
+
+    def limited(candidate: Candidate) -> MemoryMap:
+        found = memory_of(candidate)
+        return replace(found, room=Room(device=min(found.room.device, pages), store=found.room.store))
+
+    return limited
+
+
+def _context(model: PlannedModel, arguments: Mapping[str, object]) -> int:
+    asked = _count(arguments, "context_length")
+    return max(asked or number(model.text.get, *_CONTEXT, default=1 << 30), 2)
+
+
+def _budget(config: BatchConfig, arguments: Mapping[str, object]) -> int:
+    """Return the bytes for a process with its weights and KV: its budget, or what SGLang would give it."""
+    if config.memory.device_memory:
+        return int(_SURE_SHARE * config.memory.device_memory)
+    asked = arguments.get("mem_fraction_static")
+    share = asked if isinstance(asked, float) else _CPU_SHARE
+    return int(min(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _SURE_SHARE * free_bytes()))
+
+
+def _count(arguments: Mapping[str, object], name: str) -> int | None:
+    value = arguments.get(name)
+    return value if isinstance(value, int) else None
