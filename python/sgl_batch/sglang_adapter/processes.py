@@ -292,6 +292,8 @@ def end_processes(engine: Any) -> None:
         sockets.append(engine.send_to_rpc)
         engine.send_to_rpc = None
     close_sockets(sockets)
+    if manager is not None:
+        manager.load_snapshot_reader.close()
     end_trees(getattr(engine, "own_processes", ()))
 
 
