@@ -89,6 +89,7 @@ class ProcessWatch:
     def add(self, name: str, processes: Sequence[BaseProcess]) -> None:
         """Watch these processes, too, which have just started."""
         self._named += [(name, process) for process in processes]
+        self._look()
 
     def await_ready(self, readers: Sequence[Connection], senders: Sequence[BaseProcess]) -> list[dict[str, object]]:
         """Wait until each of `senders` has sent its info through its pipe; return the infos in the order of `readers`.
