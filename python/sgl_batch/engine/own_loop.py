@@ -22,7 +22,7 @@ class OwnLoop:
         """Cancel all tasks of the loop, close its asynchronous generators, and wait for their end."""
         if not self._can_run(loop):
             return
-        # An answer that was not read to its end has left a generator behind, for which asyncio makes a task that ends it.
+        # An answer that was not read to its end has left a generator behind: asyncio makes a task that ends it.
         for _ in range(_TURNS):
             loop.run_until_complete(asyncio.sleep(0))
         tasks = asyncio.all_tasks(loop)
