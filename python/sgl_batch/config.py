@@ -47,7 +47,7 @@ DECODE_FORWARDS = ("auto", "measure", "default", "coroutine", "eager", "sglang")
 KV_STORE_MODES = ("auto", "inclusive", "exclusive")
 DECODE_KV_MODES = ("auto", "resident", "streamed")
 EXPERT_RUNNERS = ("auto", "sglang", "triton", "deepgemm", "native", "torch")
-ADMISSIONS = ("reserve", "two-page", "forecast")
+ADMISSIONS = ("auto", "reserve", "two-page", "forecast")
 ORDERS = ("fifo", "longest-first")
 OVERLAPS = ("auto", "on", "off")
 
@@ -166,12 +166,12 @@ class ScheduleConfig:
         choices=ORDERS,
     )
     admission: str = _flag(
-        "reserve",
+        "auto",
         "for how many tokens a sequence reserves pages of KV when it is admitted; reserve: for its max_tokens (without "
         "max_tokens, the whole context); two-page: for its prompt and the first interval, at least two pages; "
         "forecast: for the mean length of the outputs that have finished; with the last two, sequences are extended as "
         "they grow, more of them run where answers are shorter than max_tokens, and where pages lack the most decoded "
-        "wait with their KV kept",
+        "wait with their KV kept; auto: forecast on a CPU; reserve on a GPU, where the others have not been measured",
         choices=ADMISSIONS,
     )
     share_prefixes: bool = _flag(

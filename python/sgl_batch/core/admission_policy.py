@@ -92,7 +92,9 @@ class AsNoted:
 RESERVE = Reserve()
 
 
-def make_admission(name: str) -> AdmissionPolicy:
-    """Return a new policy by its name, one of `config.ADMISSIONS`."""
+def make_admission(name: str, *, on_cpu: bool) -> AdmissionPolicy:
+    """Return a new policy by its name, one of `config.ADMISSIONS`; "auto" is by the device."""
+    if name == "auto":
+        return Forecast() if on_cpu else RESERVE
     made: dict[str, type[Reserve | TwoPage | Forecast]] = {one.name: one for one in (Reserve, TwoPage, Forecast)}
     return made[name]()

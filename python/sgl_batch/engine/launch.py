@@ -16,7 +16,7 @@ import torch
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.checkpoint.model_directory import num_experts, quantization
 from sgl_batch.config import BatchConfig, ForwardConfig, MemoryConfig
-from sgl_batch.core.admission_policy import RESERVE
+from sgl_batch.core.admission_policy import make_admission
 from sgl_batch.core.topology import Topology, check_runnable
 from sgl_batch.engine.process_spec import ProcessSpec
 from sgl_batch.errors import ConfigError, EngineError
@@ -121,7 +121,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
         raise ConfigError(f"nnodes is {merged['nnodes']}; the ranks of an engine share one machine: leave nnodes out")
     if config.memory.kv_store_bytes and not on_cpu(kwargs) and merged.get("attention_backend") is None:
         merged["attention_backend"] = TRITON_ATTENTION
-    overflows = config.schedule.admission != RESERVE.name
+    overflows = make_admission(config.schedule.admission, on_cpu=on_cpu(kwargs)).grows
     _check_store(config.memory, merged.get("attention_backend"), on_cpu=on_cpu(kwargs), overflows=overflows)
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
     merged.update(_rank_arguments(merged))

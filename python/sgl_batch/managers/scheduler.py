@@ -120,7 +120,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             context.counters,
             self._tiers,
             choices.decode_kv.mode,
-            make_admission(context.config.schedule.admission),
+            make_admission(context.config.schedule.admission, on_cpu=self.server_args.device == "cpu"),
             context.config.memory,
             num_ranks=1 if context.rank_context is None else context.rank_context.topology.num_ranks,
         )

@@ -114,7 +114,10 @@ def test_a_forecast_prefers_the_outputs_of_the_same_prompt():
 
 
 def test_policies_are_made_by_name():
-    assert [type(make_admission(name)) for name in ("reserve", "two-page", "forecast")] == [Reserve, TwoPage, Forecast]
+    names = ("reserve", "two-page", "forecast", "auto")
+    on_cpu = [type(make_admission(name, on_cpu=True)) for name in names]
+    on_gpu = [type(make_admission(name, on_cpu=False)) for name in names]
+    assert (on_cpu, on_gpu) == ([Reserve, TwoPage, Forecast, Forecast], [Reserve, TwoPage, Forecast, Reserve])
 
 
 def test_admission_keeps_room_for_one_sequence_to_grow_to_its_end():
