@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_batch.core.answers import EngineStats
-from sgl_batch.planner.pass_cost import INTAKE
+from sgl_batch.planner.pass_cost import INTAKE, NEW_MEMORY
 from sgl_batch.planner.schedule import Prediction
 
 # The parts that both the planner and the engine's clock name. The rest is scheduling, logits, sampling and messages.
@@ -83,7 +83,9 @@ def compare(
 
 def _predicted(prediction: Prediction) -> dict[str, float]:
     prefill_s = prediction.prefill_s - prediction.parts[INTAKE]
-    return _by_part(prediction.parts, prefill_s, prediction.seconds)
+    # Attention writes KV: what it waits for memory is in its measured time.
+    attention_s = prediction.parts["attention"] + prediction.parts[NEW_MEMORY]
+    return _by_part({**prediction.parts, "attention": attention_s}, prefill_s, prediction.seconds)
 
 
 def _measured(stats: EngineStats, wall_s: float) -> dict[str, float]:
