@@ -196,9 +196,8 @@ class ScheduleConfig:
     )
     workload: str | None = _flag(
         None,
-        "the batch for which sizes of groups that are not given are planned, where a profile of the model on this "
-        "machine is kept (`sgl-batch plan`): tokens of prompts and outputs, and how many requests; several behind "
-        "commas; by default the input of `sgl-batch run`, else 128:128x256",
+        "the batch for which sizes of groups that are not given are planned, where a profile is kept (`sgl-batch plan "
+        "--profile`), as for `sgl-batch plan`; by default the input of `sgl-batch run`, else 128:128x256",
         metavar="PROMPT:OUTPUTxCOUNT",
     )
 
@@ -467,9 +466,7 @@ def add_some_flags(group: Any, names: Sequence[str], *, briefly: bool = False) -
 
 def _add_flag(group: Any, field: dataclasses.Field[Any], *, default: Any, briefly: bool = False) -> None:
     name = "--" + field.name.replace("_", "-")
-    text: str = (
-        field.metadata["help"] if field.default is None else f"{field.metadata['help']} (default: {field.default})"
-    )
+    text: str = field.metadata["help"] + ("" if field.default is None else f" (default: {field.default})")
     text = text.replace("%", "%%")
     if field.metadata["kind"] is bool:
         action = argparse.BooleanOptionalAction
