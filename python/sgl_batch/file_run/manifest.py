@@ -174,7 +174,7 @@ def _describe_overflow(stats: EngineStats) -> dict[str, object]:
     return {
         "directory": stats.overflow_directory,
         "bytes": counters.get("overflow_bytes", 0),
-        "sequences": counters.get("sequences_overflowed", 0),
+        "times": counters.get("sequences_overflowed", 0),
     }
 
 

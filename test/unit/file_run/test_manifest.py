@@ -93,7 +93,7 @@ def test_it_says_where_sequences_waited_that_outgrew_the_device(manifest):
     stats = EngineStats(counters={"sequences_overflowed": 3, "overflow_bytes": 64 << 20}, overflow_directory="/scratch")
     numbers = {"message": None, "total": 2, "ok": 2, "failed": 0, "wall_s": 1.0, "tokens_in": 2, "tokens_out": 7}
     manifest.finish(RunResult(status=RunStatus.COMPLETED, stats=stats, **numbers))
-    assert read(manifest)["engine"]["overflow"] == {"directory": "/scratch", "bytes": 64 << 20, "sequences": 3}
+    assert read(manifest)["engine"]["overflow"] == {"directory": "/scratch", "bytes": 64 << 20, "times": 3}
 
 
 def test_a_run_that_broke_off_is_marked_failed(manifest):
