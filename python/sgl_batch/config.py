@@ -218,10 +218,7 @@ class MemoryConfig:
         in_bytes=True,
     )
     kv_store_dir: str | None = _flag(
-        None,
-        "directory for a file that is the host KV store, by default in memory; without a store, for the files in which "
-        "sequences wait that have outgrown their pages (--admission), by default the temporary directory",
-        metavar="DIR",
+        None, "directory of the host KV store (default: in memory), or of the files of --admission", metavar="DIR"
     )
     kv_store_mode: str = _flag(
         "auto",
