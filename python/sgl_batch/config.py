@@ -171,7 +171,7 @@ class ScheduleConfig:
         "max_tokens, the whole context); two-page: for its prompt and the first interval, at least two pages; "
         "forecast: for the mean length of the outputs that have finished; with the last two, sequences are extended as "
         "they grow, more of them run where answers are shorter than max_tokens, and where pages lack the most decoded "
-        "wait with their KV kept; auto: forecast on a CPU; reserve on a GPU, where the others have not been measured",
+        "wait with their KV kept; auto: forecast on a CPU without an exclusive store, else reserve",
         choices=ADMISSIONS,
     )
     share_prefixes: bool = _flag(

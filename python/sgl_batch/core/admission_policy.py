@@ -92,9 +92,13 @@ class AsNoted:
 RESERVE = Reserve()
 
 
-def make_admission(name: str, *, on_cpu: bool) -> AdmissionPolicy:
-    """Return a new policy by its name, one of `config.ADMISSIONS`; "auto" is by the device."""
+def make_admission(name: str, *, on_cpu: bool, exclusive_store: bool = False) -> AdmissionPolicy:
+    """Return a new policy by its name, one of `config.ADMISSIONS`.
+
+    "auto" is a forecast where that was measured to be quicker: on a CPU, and not with an exclusive store, in which
+    sequences that reserve all can wait from the start.
+    """
     if name == "auto":
-        return Forecast() if on_cpu else RESERVE
+        return Forecast() if on_cpu and not exclusive_store else RESERVE
     made: dict[str, type[Reserve | TwoPage | Forecast]] = {one.name: one for one in (Reserve, TwoPage, Forecast)}
     return made[name]()

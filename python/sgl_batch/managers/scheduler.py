@@ -115,12 +115,17 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             decode_kv=settle_decode_kv(context, self._tiers, decode, deterministic=deterministic),
         )
         logger.info("settled at the start: %s", line_of(choices.as_dict()))
+        admission = make_admission(
+            context.config.schedule.admission,
+            on_cpu=self.server_args.device == "cpu",
+            exclusive_store=self._tiers is not None and self._tiers.stored.exclusive,
+        )
         kv, policy = kv_form(
             self,
             context.counters,
             self._tiers,
             choices.decode_kv.mode,
-            make_admission(context.config.schedule.admission, on_cpu=self.server_args.device == "cpu"),
+            admission,
             context.config.memory,
             num_ranks=1 if context.rank_context is None else context.rank_context.topology.num_ranks,
         )

@@ -12,7 +12,7 @@ from sequence_builders import plan, sequence
 from virtual_growth import VirtualGrowth
 
 from sgl_batch.core.admission import Admission, first_pages, select_prefill_group
-from sgl_batch.core.admission_policy import AdmissionPolicy, Forecast, Reserve, TwoPage, make_admission
+from sgl_batch.core.admission_policy import RESERVE, AdmissionPolicy, Forecast, Reserve, TwoPage, make_admission
 from sgl_batch.core.growth import GrowthTrial
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.replay import replay
@@ -117,6 +117,7 @@ def test_policies_are_made_by_name():
     names = ("reserve", "two-page", "forecast", "auto")
     on_cpu = [type(make_admission(name, on_cpu=True)) for name in names]
     on_gpu = [type(make_admission(name, on_cpu=False)) for name in names]
+    assert make_admission("auto", on_cpu=True, exclusive_store=True) is RESERVE
     assert (on_cpu, on_gpu) == ([Reserve, TwoPage, Forecast, Forecast], [Reserve, TwoPage, Forecast, Reserve])
 
 

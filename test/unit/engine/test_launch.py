@@ -161,7 +161,11 @@ def test_rounded_weights_are_refused_where_nothing_can_multiply_them(options, on
 @pytest.mark.parametrize(
     ("options", "on_cpu", "message"),
     [
-        ({"kv_store_dir": "d"}, True, "kv_store_dir is given without a size: give kv_store_bytes too"),
+        (
+            {"kv_store_dir": "d", "admission": "reserve"},
+            True,
+            "kv_store_dir is given without a size: give kv_store_bytes too",
+        ),
         ({"kv_store_bytes": 9, "kv_store_dir": "d"}, False, "kv_store_dir 'd'; a GPU copies only to pinned memory"),
         (
             {"kv_store_bytes": 9, "kv_store_checksums": True},
