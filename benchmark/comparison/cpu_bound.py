@@ -94,8 +94,8 @@ def bound_text(work: LeastWork, measured: Sequence[Mapping[str, float]], walls: 
     return (
         f"The bound: {work.flop / 1e12:.1f} TFLOP of products take {products_s:.1f} s at "
         f"{_scaled(flops, 1e12).text(2)} TFLOP/s, the quickest large product in bfloat16. "
-        f"{work.kv_bytes / 1e9:.1f} GB of KV take {memory_s:.1f} s more at {_scaled(new, 1e9).text(1)} GB/s where memory "
-        "is written for the first time, as in a first batch. Both were measured before each round. "
+        f"{work.kv_bytes / 1e9:.1f} GB of KV take {memory_s:.1f} s more at {_scaled(new, 1e9).text(1)} GB/s where "
+        "memory is written for the first time, as in a first batch. Both were measured before each round. "
         f"Shares of the bound that were reached: {shares}."
     )
 

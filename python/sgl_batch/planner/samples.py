@@ -9,6 +9,8 @@ from typing import Any
 from sgl_batch.errors import ConfigError
 
 FORMAT = "sgl_batch.profile/1"
+# Other programs on more of the cores than this make a profile slower than the machine is.
+_BUSY_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class Profile:
         machine: What the numbers hold for; another value refuses them.
         made: When, as text.
         took_s: Seconds of the measurement.
-        load: Runnable processes of the machine, on average, in the minute before the measurement.
+        load: Cores that other programs kept busy while layers were measured, on average.
         passes, steps: The samples.
         rates: Bytes a second by name: "copy" between device and store, "disk" of the checkpoint's files, "new memory"
             that is written for the first time.
@@ -86,6 +88,11 @@ class Profile:
     passes: tuple[PassSample, ...]
     steps: tuple[StepSample, ...]
     rates: Mapping[str, float]
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Return whether other programs worked so much meanwhile that the profile is slower than the machine."""
+        return self.load > _BUSY_SHARE * int(self.machine["cores"])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the profile as its file holds it."""

@@ -17,6 +17,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.planner.model_layers import ModelLayers, layer_kinds
 from sgl_batch.planner.samples import PassSample, Profile, StepSample
 from sgl_batch.profiler.cut_model import CutModel, cut
+from sgl_batch.profiler.other_load import OtherLoad
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.startup.kept_profile import machine_facts
 
@@ -44,7 +45,6 @@ def make_profile(
     samples in each of the two processes.
     """
     facts, begun = machine_facts(model, dtype=dtype, weight_dtype=weight_dtype), time.monotonic()
-    load = os.getloadavg()[0]
     if facts["gpu"] is not None:
         raise ConfigError("profiles are of CPUs so far, and this machine has a GPU: leave --profile out")
     kinds = layer_kinds(text)
@@ -52,7 +52,9 @@ def make_profile(
     few = cut(kinds, layer_bytes)
     with tempfile.TemporaryDirectory(prefix="sgl-batch-profile-") as directory:
         spec = _layer_spec(model, text, layers, few, dtype, weight_dtype, directory)
+        others = OtherLoad()
         lines = _run("layer_process", {**spec, "within_s": passes_s})
+        load = others.cores()
         rates: dict[str, float] = next((line["rates"] for line in lines if "rates" in line), {})
         passes = [PassSample(**line) for line in lines if "rates" not in line]
         spec = {**_step_spec(model, few, dtype, weight_dtype), "within_s": steps_s}
@@ -61,7 +63,7 @@ def make_profile(
         machine=facts,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         took_s=round(time.monotonic() - begun, 1),
-        load=round(load, 1),
+        load=round(load, 2),
         passes=middle(passes),
         steps=steps,
         rates={**rates, **({} if disk_rate is None else {"disk": disk_rate})},

@@ -119,10 +119,10 @@ def _profile(model: PlannedModel, again: str) -> Profile:
         )
     check_machine(profile, machine_facts(model.directory, **kinds))
     cores = int(profile.machine["cores"])
-    if profile.load > cores / 2:
+    if profile.was_disturbed:
         raise ConfigError(
-            f"the machine was busy when its profile was made, with a load of {profile.load:g} on {cores} cores; "
-            f"{again} makes a better one on an idle machine"
+            f"other programs kept {profile.load:g} of {cores} cores busy when this model's profile was made; when they do "
+            f"not run, {again} makes a better one"
         )
     return profile
 

@@ -48,8 +48,8 @@ def profile_message(profile: Profile | None, why_none: str) -> dict[str, Any]:
         return {"source": None, "text": why_none}
     count, cores = len(profile.passes) + len(profile.steps), profile.machine["cores"]
     busy = ""
-    if profile.load > cores / 2:
-        busy = f"; the machine was busy then (load {profile.load:g} on {cores} cores): make it again when it is idle"
+    if profile.was_disturbed:
+        busy = f"; other programs kept {profile.load:g} of {cores} cores busy then: make it again when they do not run"
     return {
         "source": MEASURED,
         "made": profile.made,
