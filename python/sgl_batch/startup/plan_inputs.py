@@ -121,8 +121,8 @@ def _profile(model: PlannedModel, again: str) -> Profile:
     cores = int(profile.machine["cores"])
     if profile.was_disturbed:
         raise ConfigError(
-            f"other programs kept {profile.load:g} of {cores} cores busy when this model's profile was made; when they do "
-            f"not run, {again} makes a better one"
+            f"other programs kept {profile.load:g} of {cores} cores busy when this model's profile was made; "
+            f"{again} makes a better one when they do not run"
         )
     return profile
 
