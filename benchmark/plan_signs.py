@@ -158,7 +158,7 @@ def run(model: Path, pair: Pair, side: Side) -> float:
     """Return the seconds of the batch, in a new engine that has answered two short prompts."""
     from sgl_batch import Engine
 
-    engine = Engine(model_path=str(model), log_level="error", **pair.common, **side.arguments)
+    engine = Engine(model_path=str(model), log_level="error", **{**pair.common, **side.arguments})
     try:
         draw, vocabulary = random.Random(7), int(model_config(model)["vocab_size"])
         prompts = [[draw.randrange(5, vocabulary) for _ in range(one.prompt)] for one in pair.workload.requests]
@@ -199,10 +199,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", type=Path, required=True, help="the model's directory")
     parser.add_argument("--profile-file", type=Path, help="(the one in the user's cache)")
     parser.add_argument("--rounds", type=int, default=3, help="(3)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="pairs whose name has it (all)")
     parser.add_argument("--predict-only", action="store_true", help="run nothing")
     args = parser.parse_args(argv)
     predictor, rows = Predictor(args.model, args.profile_file), []
-    for pair in pairs():
+    for pair in (one for one in pairs() if args.only in one.name):
         predicted = [predictor.predict(pair, side) for side in pair.sides]
         say(f"{pair.name}: predicted {', '.join(f'{one.seconds:.2f} s' for one in predicted)}")
         if args.predict_only:
