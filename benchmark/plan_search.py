@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from comparison.figures import paired_ratios, spread
 from comparison.kept_profile import kept_profile
 from comparison.report import table
 from comparison.terminal import exit_code, say
+from comparison.timed_batch import batch_seconds
 from comparison.workload import model_config
 
 from sgl_batch.config import BatchConfig
@@ -89,11 +89,7 @@ class Measurement:
     def seconds(self, settings: Mapping[str, Any], workload: Workload) -> float:
         """Return the seconds of the batch under a plan."""
         self._engine.set_plan(**settings)
-        prompts = [[self._draw.randrange(5, self._vocabulary) for _ in range(one.prompt)] for one in workload.requests]
-        asked = [{"max_new_tokens": one.output, "temperature": 0, "ignore_eos": True} for one in workload.requests]
-        begun = time.perf_counter()
-        self._engine.generate(input_ids=prompts, sampling_params=asked)
-        return time.perf_counter() - begun
+        return batch_seconds(self._engine, workload, self._draw, self._vocabulary)
 
     def end(self) -> None:
         """Stop the engine."""
@@ -127,10 +123,10 @@ def run(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     workload = parse_workload(options.workload)
     second = parse_workload(options.second_workload) if options.second_workload else workload
     chosen = choice(options.model, options.profile_file, second)
-    grid = {name_of(one.settings | {"accumulate": one.accumulate}): one for one in candidates()}
+    grid = {name_of(one.settings): one for one in candidates()}
     measurement = Measurement(options)
     once: dict[str, float] = {}
-    plans = {name: {**one.settings} for name, one in grid.items()}
+    plans = {name: one.settings for name, one in grid.items()}
     begun = time.monotonic()
     for name, settings in random.Random(2).sample(list(plans.items()), len(plans)):
         once[name] = measurement.seconds(settings, workload)
@@ -139,8 +135,8 @@ def run(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     defaults = {name: BatchConfig().flat()[name] for name in _SETTINGS}
     best = sorted(once, key=once.__getitem__)[:_BEST]
     twice = {name: plans[name] for name in best}
-    # What the engine does by default about accumulation is asked for by None.
-    twice[CHOICE] = {**replace(chosen.candidate, accumulate=None).settings, "accumulate": chosen.candidate.accumulate}
+    # None asks for what the engine does by default about accumulation.
+    twice[CHOICE] = {**chosen.candidate.settings, "accumulate": chosen.candidate.accumulate}
     twice[DEFAULT] = defaults
     again: dict[str, dict[int, float]] = {name: {} for name in twice}
     for number in range(options.rounds):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from comparison.figures import Spread, paired_ratios, spread
 from comparison.kept_profile import kept_profile
 from comparison.report import table
 from comparison.terminal import exit_code, say
+from comparison.timed_batch import batch_seconds
 from comparison.workload import model_config
 
 from sgl_batch.config import BatchConfig, split_kwargs
@@ -160,13 +160,8 @@ def run(model: Path, pair: Pair, side: Side) -> float:
 
     engine = Engine(model_path=str(model), log_level="error", **{**pair.common, **side.arguments})
     try:
-        draw, vocabulary = random.Random(7), int(model_config(model)["vocab_size"])
-        prompts = [[draw.randrange(5, vocabulary) for _ in range(one.prompt)] for one in pair.workload.requests]
-        asked = [{"max_new_tokens": one.output, "temperature": 0, "ignore_eos": True} for one in pair.workload.requests]
         engine.generate(input_ids=[[9] * 8, [8] * 9], sampling_params={"max_new_tokens": 4, "temperature": 0})
-        begun = time.perf_counter()
-        engine.generate(input_ids=prompts, sampling_params=asked)
-        return time.perf_counter() - begun
+        return batch_seconds(engine, pair.workload, random.Random(7), int(model_config(model)["vocab_size"]))
     finally:
         engine.shutdown()
 

@@ -63,18 +63,19 @@ def _run(family: RandomFamily, form: str, arguments: dict[str, Any], directory: 
     """Run one engine and return `ok`, `refused: ...` or the fault."""
     requests = make_requests(PAGE)
     # Hugging Face's classes do not know every config in the hub's form.
-    for each in (form, TRANSFORMERS):
-        if not (directory / f"{family.name}-{each}").exists():
+    paths = {each: str(directory / f"{family.name}-{each}") for each in (form, TRANSFORMERS)}
+    for each, path in paths.items():
+        if not Path(path).exists():
             make_checkpoint(family, each, directory, _ROOT / "test" / "models" / "tiny-qwen3-moe")
     try:
-        engine = Engine(model_path=str(directory / f"{family.name}-{form}"), **{**SMALL, **arguments})
+        engine = Engine(model_path=paths[form], **{**SMALL, **arguments})
     except SglBatchError as error:
         return f"refused: {error}"
     try:
         outputs = greedy(engine, requests)
         if engine.running["forward"] != "coroutine":
             return "SGLang's own forward"
-        check_greedy(str(directory / f"{family.name}-{TRANSFORMERS}"), requests, outputs)
+        check_greedy(paths[TRANSFORMERS], requests, outputs)
     except AssertionError as error:
         return str(error).splitlines()[0]
     finally:

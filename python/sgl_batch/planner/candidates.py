@@ -12,7 +12,7 @@ from sgl_batch.planner.candidate import DEVICE, EXCLUSIVE, INCLUSIVE, RESIDENT, 
 from sgl_batch.planner.cost_model import CostModel
 from sgl_batch.planner.model_layers import MOE, ModelLayers
 from sgl_batch.planner.pass_cost import PassCost
-from sgl_batch.planner.workload import Workload, followed
+from sgl_batch.planner.workload import Workload, first_group, followed
 
 _SUB_BATCH_TOKENS = (256, 512, 1024, 2048, 4096)
 _GROUP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -101,13 +101,7 @@ def _prefill_limits(
     sub_batches = allowed.sizes("b_attn_prefill", _SUB_BATCH_TOKENS)
     least = 1 if "b_moe_prefill" in allowed.pinned else sub_batches[0]
     for b_moe in allowed.sizes("b_moe_prefill", [size for size in _GROUP_TOKENS if size >= least]):
-        group: list[int] = []
-        tokens = 0
-        for prompt in prompts:
-            if group and tokens + prompt > b_moe:
-                break
-            group.append(prompt)
-            tokens += prompt
+        group = first_group(prompts, b_moe)
         for b_attn in sorted({min(size, b_moe) for size in sub_batches}):
             candidate = Candidate(
                 b_attn_prefill=b_attn,
@@ -117,7 +111,7 @@ def _prefill_limits(
                 accumulate=accumulate,
                 weights=weights,
             )
-            seconds = PassCost(costs, model, candidate, cores=allowed.cores).prefill(group).seconds / tokens
+            seconds = PassCost(costs, model, candidate, cores=allowed.cores).prefill(group).seconds / sum(group)
             timed.append((seconds, (b_attn, b_moe)))
     fastest = min(seconds for seconds, _ in timed)
     # Of limits that are as fast, the smaller ones.

@@ -28,7 +28,7 @@ _FLOAT_BYTES = 4
 # SGLang's defaults: a vocabulary is padded to this multiple, and Triton cuts a decoding sequence into so many parts.
 _VOCABULARY_STEP = 64
 _KV_SPLITS = 8
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def item_bytes(self) -> int:
-        return _DTYPE_BYTES[self.dtype]
+        return ITEM_BYTES[self.dtype]
 
     @property
     def value(self) -> Value:

@@ -86,3 +86,15 @@ def within_context(workload: Workload, context: int) -> Workload:
         return workload
     cut = [Request(min(one.prompt, context - 1), one.output) for one in workload.requests]
     return replace(workload, requests=[Request(one.prompt, min(one.output, context - one.prompt)) for one in cut])
+
+
+def first_group(prompts: Iterable[int], limit: int) -> list[int]:
+    """Return the lengths of the first prompts that make a prefill group of at most `limit` tokens; at least one."""
+    group: list[int] = []
+    tokens = 0
+    for prompt in prompts:
+        if group and tokens + prompt > limit:
+            break
+        group.append(prompt)
+        tokens += prompt
+    return group

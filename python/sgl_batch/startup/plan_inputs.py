@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 # What an engine needs beside the planner's estimate: a plan must not be refused by the budget that it was made for.
 _SURE_SHARE = 0.9
-_CPU_SHARE = 0.5
-_PAGE_SIZE = 64
+# SGLang gives weights and KV half of a CPU machine's memory where no budget is given.
+CPU_SHARE = 0.5
+PAGE_SIZE = 64
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _RANKS = ("dp_size", "tp_size", "ep_size", "pp_size")
 _OTHER_MODEL = ("json_model_override_args", "quantization")
@@ -135,7 +136,7 @@ def _inputs(
     batch: Workload,
     again: str,
 ) -> PlanInputs:
-    page_size = _count(arguments, "page_size") or _PAGE_SIZE
+    page_size = _count(arguments, "page_size") or PAGE_SIZE
     target = Target(device=CPU, budget=_budget(config, arguments), page_size=page_size, length=batch.longest)
     memory_of = remembered(CandidateMemory(model=model.files, target=target, base=config))
     pool = _count(arguments, "max_total_tokens")
@@ -170,7 +171,7 @@ def _budget(config: BatchConfig, arguments: Mapping[str, object]) -> int:
     if config.memory.device_memory:
         return int(_SURE_SHARE * config.memory.device_memory)
     asked = arguments.get("mem_fraction_static")
-    share = asked if isinstance(asked, float) else _CPU_SHARE
+    share = asked if isinstance(asked, float) else CPU_SHARE
     return int(min(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _SURE_SHARE * free_bytes()))
 
 

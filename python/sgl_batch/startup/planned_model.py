@@ -11,9 +11,7 @@ from sgl_batch.checkpoint.tensors import tensors_of
 from sgl_batch.core.model_refusals import Config, number_type, text_part
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.model_layers import ModelLayers, model_layers
-from sgl_batch.planner.needs import Model
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from sgl_batch.planner.needs import ITEM_BYTES, Model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from sequence_builders import plan
 from virtual_sequences import Request
@@ -24,6 +25,12 @@ class Scenario:
     request_slots: int
     requests: list[Request]
     failing: float
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `VirtualRanks` that the job settles."""
+        names = ("requests", "plan", "num_ranks", "pages", "request_slots", "takes")
+        return {name: getattr(self, name) for name in names}
 
     def takes(self, name: str, step: int) -> bool:
         """Return whether a move of this sequence at this step succeeds; the same for every call."""

@@ -41,13 +41,8 @@ def test_whatever_moves_all_end_nothing_runs_out_and_decisions_replay(admission,
     for seed, overflow_pages in OVERFLOW_PAGES.items():
         scenario = outgrowing(seed)
         ranks = VirtualRanks(
-            scenario.requests,
-            scenario.plan,
-            num_ranks=scenario.num_ranks,
-            pages=scenario.pages,
-            request_slots=scenario.request_slots,
+            **scenario.arguments,
             migration=migration,
-            takes=scenario.takes,
             admission=admission,
             overflow_pages=overflow_pages,
             restore_steps=seed % 5,

@@ -16,13 +16,8 @@ from sgl_batch.core.rank_agreement import Migration
 def run(scenario: Scenario, migration: Migration) -> Log:
     """Run a job and check the invariants after each step; a failure names the seed."""
     ranks = VirtualRanks(
-        scenario.requests,
-        scenario.plan,
-        num_ranks=scenario.num_ranks,
-        pages=scenario.pages,
-        request_slots=scenario.request_slots,
+        **scenario.arguments,
         migration=migration,
-        takes=scenario.takes,
     )
     try:
         log = ranks.run()

@@ -49,13 +49,8 @@ class ThreadedRanks(VirtualRanks):
 
     def __init__(self, scenario: Scenario, migration: Migration, channels: list[MemoryChannel], **growth: Any) -> None:
         super().__init__(
-            scenario.requests,
-            scenario.plan,
-            num_ranks=scenario.num_ranks,
-            pages=scenario.pages,
-            request_slots=scenario.request_slots,
+            **scenario.arguments,
             migration=migration,
-            takes=scenario.takes,
             **growth,
         )
         together = MovesTogether(self, scenario.num_ranks)
@@ -105,13 +100,8 @@ def test_ranks_that_agree_over_channels_act_as_one_decision_for_all(seed, make, 
     """The log is the same, step for step, as that of virtual ranks without messages."""
     scenario = make(seed)
     without_messages = VirtualRanks(
-        scenario.requests,
-        scenario.plan,
-        num_ranks=scenario.num_ranks,
-        pages=scenario.pages,
-        request_slots=scenario.request_slots,
+        **scenario.arguments,
         migration=migration,
-        takes=scenario.takes,
         **growth,
     ).run()
     with threaded(scenario, migration, **growth) as ranks:

@@ -22,11 +22,9 @@ from sgl_batch.planner.pass_cost import PassCost
 from sgl_batch.planner.samples import Profile
 from sgl_batch.planner.search import Outcome, Planned, predict_candidate, search, search_layouts
 from sgl_batch.planner.sheet_costs import Assumptions, sheet_costs
+from sgl_batch.planner.workload import first_group
 from sgl_batch.startup.hardware import hardware
-
-PAGE_SIZE = 64
-# SGLang gives weights and KV half of a CPU machine's memory where --device-memory is not given.
-_CPU_SHARE = 0.5
+from sgl_batch.startup.plan_inputs import CPU_SHARE, PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +72,7 @@ class Predictor:
         layers, work = rank_layers(self.subject.layers, planned.layout), share_of(self.subject.workload, planned.layout)
         passes = PassCost(self.costs_of(planned.layout), layers, planned.candidate, cores=self.cores)
         kind = max(layers.layers, key=layers.layers.__getitem__)
-        group: list[int] = []
-        for request in work.requests:
-            if group and sum(group) + request.prompt > planned.candidate.b_moe_prefill:
-                break
-            group.append(request.prompt)
+        group = first_group((request.prompt for request in work.requests), planned.candidate.b_moe_prefill)
         shown = [
             pass_picture(
                 f"Prefill group: {sum(group):,} tokens of {len(group):,} prompt{'s' * (len(group) > 1)}, {kind} layers",
@@ -189,7 +183,7 @@ def _budget_here(config: BatchConfig, device: str) -> int:
         raise ConfigError(
             "--device-memory is not given, and the memory of a GPU is not read here: name it, as in 80G" + predicted
         )
-    return int(_CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def is_here(name: str) -> bool:

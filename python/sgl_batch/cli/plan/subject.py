@@ -13,9 +13,9 @@ from sgl_batch.core.model_refusals import QUANTIZATION_FIELDS, number_type, text
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.data_sheets import HERE
 from sgl_batch.planner.model_layers import ModelLayers, model_layers
-from sgl_batch.planner.needs import Model
+from sgl_batch.planner.needs import ITEM_BYTES, Model
 from sgl_batch.planner.workload import DEFAULT, Workload, parse_lengths, parse_workload
-from sgl_batch.startup.planned_model import ITEM_BYTES, model_directory, whole_config
+from sgl_batch.startup.planned_model import model_directory, whole_config
 
 _FP8 = "fp8"
 
