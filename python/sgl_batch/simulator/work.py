@@ -1,4 +1,4 @@
-"""Owns what a simulation asks of a cost model: the work of a forward pass, and the interface that answers with seconds."""
+"""Owns what a simulation asks of a cost model: the work of a forward pass, and the interface of the answer."""
 
 from __future__ import annotations
 
