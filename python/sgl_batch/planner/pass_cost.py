@@ -86,15 +86,22 @@ class PassCost:
 
     def prefill(self, lengths: Sequence[int]) -> PassTime:
         """Return the time of a prefill group of prompts of these lengths, with the intake of their requests."""
-        tokens = _rounded_rows(sum(lengths))
-        looked_at = _rounded(sum(length * (length + 1) // 2 for length in lengths))
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        return self.prefill_of(sum(lengths), pairs, prompts=len(lengths))
+
+    def prefill_of(self, tokens: int, pairs: int, *, prompts: int) -> PassTime:
+        """Return the time of a prefill group of so many tokens, with the intake of so many requests.
+
+        `pairs`: of one of these tokens and a token that it looks at.
+        """
+        tokens, looked_at = _rounded_rows(tokens), _rounded(pairs)
         candidate, fused = self._candidate, self._fused(decode=False)
         limit = min(candidate.b_attn_prefill, tokens)
         key = False, tokens, looked_at, limit, fused, candidate.kv != DEVICE, candidate.weights
         if key not in self._known:
             self._known[key] = self._layers(self._prefilled_group(tokens, looked_at))
         time, step = self._known[key], self._costs.step
-        intake_s = step.group_s + step.sequence_s * len(lengths)
+        intake_s = step.group_s + step.sequence_s * prompts
         parts, bounds = defaultdict(float, time.parts), defaultdict(float, time.bounds)
         parts[INTAKE] += intake_s
         bounds[OVERHEAD] += intake_s

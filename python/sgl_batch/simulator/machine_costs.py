@@ -1,0 +1,55 @@
+"""Owns the costs of this machine's engine, from its profile: of one rank, or of several that share the cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from sgl_batch.planner.pass_cost import STEP, PassCost, PassTime
+from sgl_batch.planner.roofline import OVERHEAD
+from sgl_batch.simulator.work import PassWork
+
+
+@dataclass(slots=True)
+class MachineCosts:
+    """Costs by the fitted profile of one machine, whose cores all ranks share.
+
+    Attributes:
+        passes: Of a plan's passes.
+        ranks: How many share the machine: each has as large a part of the cores.
+        sources: As in `Costs`.
+    """
+
+    passes: PassCost
+    ranks: int = 1
+    sources: Mapping[str, str] = field(default_factory=lambda: {"all": "the profile of this machine"})
+
+    def of_pass(self, work: PassWork) -> PassTime:
+        """Return the time of a pass: the rows of all ranks by all cores, as if each had as many as the busiest."""
+        rows, tokens = work.rows * self.ranks, work.prompt_tokens * self.ranks
+        context = work.kv_tokens / max(work.rows, 1)
+        if not tokens:
+            return self.passes.decode(max(rows, 1), context)
+        prompts = self.passes.prefill_of(tokens, work.prompt_pairs * self.ranks, prompts=work.prompts * self.ranks)
+        return self._mixed(prompts, rows, context, tokens) if rows else prompts
+
+    def _mixed(self, prompts: PassTime, rows: int, context: float, tokens: int) -> PassTime:
+        """Return the time of a pass with prompts and decoded sequences: attention of both, experts of all rows."""
+        decode, whole = self.passes.decode(rows, context), self.passes.prefill_of(tokens + rows, tokens, prompts=0)
+        alone = self.passes.prefill_of(tokens, tokens, prompts=0)
+        parts = prompts.parts.copy()
+        for name in whole.parts:
+            parts[name] += whole.parts[name] - alone.parts[name]
+        more_s = sum(decode.parts[name] for name in ("attention", STEP))
+        parts["attention"] += decode.parts["attention"]
+        parts[STEP] += decode.parts[STEP]
+        bounds = prompts.bounds.copy()
+        bounds[OVERHEAD] += more_s
+        return replace(prompts, parts=parts, bounds=bounds)
+
+    def of_copy(self, tokens: float) -> PassTime:
+        return self.passes.restore(tokens)
+
+    def of_move(self, tokens: float) -> PassTime:
+        """Return the time of a move through memory, as long as that of a copy to the store."""
+        return self.passes.restore(tokens)

@@ -1,0 +1,411 @@
+"""Owns one simulated rank: it does with numbers what the boundary executor does with requests (managers/)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sgl_batch.core import growth
+from sgl_batch.core.actions import (
+    Abort,
+    Action,
+    BeginInterval,
+    Chunk,
+    Evict,
+    Extend,
+    Grow,
+    Idle,
+    Prefill,
+    Refill,
+    Restore,
+    Suspend,
+    Sync,
+)
+from sgl_batch.core.admission import Admission, note_expected, refusal
+from sgl_batch.core.coroutine import Event, advance
+from sgl_batch.core.kv_state import Interval, KVState
+from sgl_batch.core.page_boundary import State
+from sgl_batch.core.plan import Plan
+from sgl_batch.core.primitives import combine, migrate, yield_
+from sgl_batch.core.rank_agreement import Movable, RankHeader, RankState, rank_is_due
+from sgl_batch.core.sequence import SequenceState, Status
+from sgl_batch.core.sequence_queue import SequencesView
+from sgl_batch.simulator.kv_forms import KVForm
+from sgl_batch.simulator.requests import RankQueue, Requests
+from sgl_batch.simulator.work import pairs_of
+
+NEVER = 1 << 62
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of a rank. Tokens; `again` are prompt tokens that were computed before and lost."""
+
+    finished: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    again: int = 0
+    suspensions: int = 0
+    restores: int = 0
+    moved_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What a rank computes of prompts in one pass: how many, their tokens, and pairs of tokens that look at each other.
+
+    `copied`: tokens whose KV leaves for the store beside the pass.
+    """
+
+    count: int = 0
+    tokens: int = 0
+    pairs: int = 0
+    copied: int = 0
+
+
+class SimulatedRank:
+    """The sequences of one rank, and its accounts of pages. Decode steps advance all running sequences together.
+
+    Args:
+        requests: Of the whole simulation.
+        numbers: Those that are queued here from the start.
+        plan: In force for the whole simulation.
+        form: Where its KV lies.
+        request_slots: The most sequences that it can hold.
+    """
+
+    def __init__(
+        self, requests: Requests, numbers: Iterable[int], plan: Plan, form: KVForm, *, request_slots: int
+    ) -> None:
+        self.plan, self.form, self.tally = plan, form, Tally()
+        self._requests, self._request_slots = requests, request_slots
+        self.queue = RankQueue(requests, self._admissible(numbers))
+        self.ready: dict[str, SequenceState] = {}
+        self.running: dict[str, SequenceState] = {}
+        self.begun: SequenceState | None = None
+        self.returning: list[tuple[float, SequenceState]] = []
+        self.kv_tokens = 0
+        self.boundaries = 0
+        self.now = 0.0
+        # Of a running sequence: steps done when it joined, less the tokens that it had generated.
+        self._offset: dict[str, int] = {}
+        self._ends: list[tuple[int, str]] = []
+        self._done = self._steps = self._changes = self._waits = 0
+        self._changes_at_boundary = -1
+        self._filling = False
+
+    def _admissible(self, numbers: Iterable[int]) -> list[int]:
+        store = None if self.form.admission is self.form.device else self.form.admission
+        found = []
+        for number in numbers:
+            sequence = self._requests.sequence(number)
+            fits = refusal(sequence, self.form.device, store, most_prompt_tokens=None) is None
+            found += [number] if fits else []
+            self.tally.refused += not fits
+        return found
+
+    def arrive(self, number: int) -> None:
+        """Queue a sequence, or refuse it if it can never fit."""
+        for one in self._admissible([number]):
+            self.queue.add(one)
+            self._changes += 1
+
+    # What decisions see.
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether it has no sequence."""
+        return not (self.running or self.ready or self.queue or self.returning or self.begun)
+
+    @property
+    def arrived(self) -> bool:
+        """Return whether KV on its way to the device has come."""
+        return bool(self.returning) and self.returning[0][0] <= self.now
+
+    def state(self) -> State:
+        """Return the state from which decisions are made."""
+        away = len(self.form.admission.away)
+        held = len(self.running) + len(self.ready) - away + len(self.returning) + (self.begun is not None)
+        return State(
+            queued=self.queue,
+            ready=SequencesView(self.ready),
+            running=len(self.running),
+            steps=self._steps,
+            request_slots=self._request_slots,
+            free_request_slots=self._request_slots - held,
+            filling=self._filling,
+            changed=self._changes != self._changes_at_boundary,
+            returning=len(self.returning),
+            queued_tokens=self.queue.tokens,
+            begun=self.begun,
+        )
+
+    def kv_state(self) -> KVState:
+        """Return where KV lies."""
+        form = self.form
+        return KVState(
+            device=form.device,
+            admission=form.admission,
+            runners=self.runners,
+            estimate_shared=lambda _: None,
+            store_free=form.store_free,
+            arrived=self.arrived,
+            streams=form.streams,
+            interval=Interval(),
+        )
+
+    def runners(self) -> Sequence[SequenceState]:
+        """Return the running sequences, with their counts of tokens up to date."""
+        for name, sequence in self.running.items():
+            sequence.generated_tokens = self._done - self._offset[name]
+        return list(self.running.values())
+
+    def header(self) -> RankHeader:
+        """Return what this rank tells the others before each step."""
+        state = self.state()
+        waiting = len(self.ready) + len(self.queue) + len(self.returning) + (self.begun is not None)
+        return RankHeader(running=len(self.running), waiting=waiting, forked=0, due=rank_is_due(state, self.plan))
+
+    def rank_state(self, *, movable: bool) -> RankState:
+        """Return this rank's part of a decision for all ranks. `movable`: whether its sequences may leave it."""
+        state, kv = self.state(), self.kv_state()
+        ledger = self.form.admission
+        if ledger.policy.grows:
+            for sequence in state.queued:
+                note_expected(Admission(leader=sequence), ledger.policy)
+        can_leave: tuple[list[Movable], list[Movable]] = [], []
+        if movable:
+            items = [self._item(one) for one in self.ready.values()], [self._item(one) for one in self.runners()]
+            can_leave = self.form.policy.movable(*items, kv, self.plan)
+        return RankState.of(state, ledger, self.form.policy.capacity(state, kv, self.plan), can_leave)
+
+    def _item(self, sequence: SequenceState) -> Movable:
+        pages, gap = self.form.room(sequence, self.plan)
+        return Movable(sequence=sequence, tokens=sequence.kv_tokens, pages=pages, gap=gap)
+
+    # Actions.
+
+    def carry_out(self, action: Action) -> tuple[int, int]:
+        """Carry out an action that is not for the device.
+
+        Returns the tokens whose KV is copied to the store before this ends, and those whose copies to the device begin.
+        """
+        match action:
+            case Suspend(sequences=sequences):
+                return self._suspend(sequences), 0
+            case Evict(sequences=sequences):
+                return self.form.leave(sequences), 0
+            case Extend(pages=pages):
+                for sequence, number in pages:
+                    self.form.device.resize(sequence.sequence_id, number)
+            case Grow():
+                growth.carry_out(action, self.form.admission)
+            case Restore(pages=pages):
+                return 0, sum(self._restore(sequence, number) for sequence, number in pages)
+            case Refill(sequences=sequences):
+                self.refill(sequences)
+            case BeginInterval() | Idle():
+                self.begin_interval()
+            case Abort(sequences=sequences):
+                for sequence in sequences:
+                    self.queue.take(sequence)
+                    self.tally.refused += 1
+            case _:
+                assert isinstance(action, Sync), f"{type(action).__name__} is not simulated"
+        return 0, 0
+
+    def _suspend(self, sequences: Sequence[SequenceState]) -> int:
+        self.runners()
+        for one in sequences:
+            self._leave_running(one)
+        self.tally.suspensions += len(sequences)
+        copied = self.form.leave(sequences)
+        for one in sequences:
+            if self.form.loses:
+                self._queue_again(one)
+            else:
+                advance(one, Event.SUSPEND, "")
+                self._wait(one)
+        return copied
+
+    def _queue_again(self, sequence: SequenceState) -> None:
+        sequence.lost_tokens = sequence.kv_tokens
+        self.form.release(sequence)
+        advance(sequence, Event.RETRACT, "")
+        self._changes += 1
+        self.queue.add_again(sequence)
+
+    def _wait(self, sequence: SequenceState) -> None:
+        self._waits += 1
+        sequence.waits_since = self._waits
+        self.ready[sequence.sequence_id] = sequence
+
+    def _restore(self, sequence: SequenceState, pages: int) -> int:
+        del self.ready[sequence.sequence_id]
+        self.returning.append((NEVER, sequence))
+        self.tally.restores += 1
+        return self.form.restore(sequence, pages)
+
+    def expect(self, seconds: float) -> None:
+        """Note that the copies that have just begun end after so many seconds, one behind the other."""
+        begins = max([self.now, *(at for at, _ in self.returning if at < NEVER)])
+        new = [one for at, one in self.returning if at >= NEVER]
+        total = sum(one.kv_tokens for one in new)
+        known, passed = [item for item in self.returning if item[0] < NEVER], 0
+        for one in new:
+            passed += one.kv_tokens
+            known.append((begins + seconds * passed / max(total, 1), one))
+        self.returning = known
+
+    def join_arrived(self, *, wait: bool = False) -> float:
+        """Combine the sequences whose KV has come into the decode group. Returns the time at which the last one came.
+
+        `wait`: all that are on their way.
+        """
+        came = [item for item in self.returning if wait or item[0] <= self.now]
+        self.returning = self.returning[len(came) :]
+        for _, sequence in came:
+            self.form.arrive(sequence)
+            self._run(sequence)
+        return max([self.now, *(at for at, _ in came)])
+
+    def refill(self, sequences: Iterable[SequenceState]) -> None:
+        """Combine waiting sequences into the decode group, whose KV lies where decode steps read it."""
+        for sequence in sequences:
+            del self.ready[sequence.sequence_id]
+            self.form.join(sequence)
+            self._run(sequence)
+
+    def _run(self, sequence: SequenceState) -> None:
+        name = sequence.sequence_id
+        combine([sequence], Event.COMBINE_DECODE, "")
+        self.running[name] = sequence
+        self._offset[name] = self._done - sequence.generated_tokens
+        self.kv_tokens += sequence.kv_tokens
+        heapq.heappush(self._ends, (self._offset[name] + self._length(name), name))
+
+    def _length(self, name: str) -> int:
+        return int(self._requests.outputs[int(name)])
+
+    def _leave_running(self, sequence: SequenceState) -> None:
+        """Take a sequence, whose count of tokens is up to date, out of the decode group."""
+        del self.running[sequence.sequence_id], self._offset[sequence.sequence_id]
+        self.kv_tokens -= sequence.kv_tokens
+
+    def begin_interval(self) -> None:
+        """End a boundary: steps are counted from here."""
+        self._filling = False
+        self._steps = 0
+        self._changes_at_boundary = self._changes
+        self.boundaries += 1
+
+    # Passes.
+
+    def prefill(self, action: Prefill) -> Prompts:
+        """Admit the units of a group, and return what the pass computes; `prefilled` ends it."""
+        self._filling = True
+        pairs = copied = again = 0
+        pages = action.on_device or (None,) * len(action.units)
+        for unit, kept in zip(action.units, pages, strict=True):
+            sequence = unit.leader
+            self.queue.take(sequence)
+            self.form.admit(unit, self.plan, kept)
+            combine([sequence], Event.COMBINE_PREFILL, "")
+            sequence.computed_tokens = sequence.kv_tokens
+            pairs += pairs_of(sequence.kv_tokens)
+            copied += self.form.prefilled(sequence)
+            again += min(sequence.lost_tokens, sequence.kv_tokens)
+        tokens = sum(unit.leader.prefill_rows for unit in action.units)
+        self.tally.again += again
+        self.tally.prompt_tokens += tokens - again
+        return Prompts(count=len(action.units), tokens=tokens, pairs=pairs, copied=copied)
+
+    def prefilled(self, sequences: Iterable[SequenceState]) -> None:
+        """Give each prompt that a pass has completed its first token."""
+        for sequence in sequences:
+            sequence.generated_tokens += 1
+            self.tally.output_tokens += 1
+            self._changes += 1
+            finished = sequence.generated_tokens >= self._length(sequence.sequence_id)
+            yield_(sequence, finished=finished, why="")
+            if finished:
+                self._end(sequence)
+            else:
+                self._wait(sequence)
+
+    def compute(self, chunk: Chunk) -> Prompts:
+        """Compute a chunk of a prompt, whose sequence is taken from the queue with its first one."""
+        sequence = chunk.sequence
+        if sequence.status is Status.QUEUED:
+            self.queue.take(sequence)
+            self.form.admit(Admission(leader=sequence), self.plan, None)
+            combine([sequence], Event.COMBINE_PREFILL, "")
+        end = chunk.start + chunk.tokens
+        again = max(0, min(sequence.lost_tokens, end) - chunk.start)
+        self.tally.again += again
+        self.tally.prompt_tokens += chunk.tokens - again
+        sequence.computed_tokens = end
+        whole = end >= sequence.kv_tokens
+        self.begun = None if whole else sequence
+        copied = self.form.prefilled(sequence) if whole else 0
+        return Prompts(count=1, tokens=chunk.tokens, pairs=pairs_of(end, chunk.start), copied=copied)
+
+    def steps_to_end(self) -> int:
+        """Return the decode steps until the next running sequence ends."""
+        while self._ends:
+            step, name = self._ends[0]
+            if name in self._offset and self._offset[name] + self._length(name) == step:
+                return step - self._done
+            heapq.heappop(self._ends)
+        return NEVER
+
+    @property
+    def steps_to_boundary(self) -> int:
+        """Return the decode steps until a boundary is due whatever happens."""
+        return self.plan.boundary_tokens - self._steps
+
+    def decode(self, steps: int) -> None:
+        """Let all running sequences generate so many tokens; those that end with the last one leave."""
+        self._filling = False
+        self._steps += steps
+        if not self.running:
+            return
+        self._done += steps
+        rows = len(self.running)
+        self.kv_tokens += steps * rows
+        self.tally.output_tokens += steps * rows
+        while self.steps_to_end() <= 0:
+            _, name = heapq.heappop(self._ends)
+            sequence = self.running[name]
+            sequence.generated_tokens = self._done - self._offset[name]
+            self._leave_running(sequence)
+            advance(sequence, Event.FINISH, "")
+            self._end(sequence)
+
+    def _end(self, sequence: SequenceState) -> None:
+        self._changes += 1
+        self.tally.finished += 1
+        self.form.admission.policy.finished(sequence, sequence.generated_tokens)
+        self.form.release(sequence)
+
+    # Migration.
+
+    def depart(self, sequence: SequenceState) -> None:
+        """Let a waiting or running sequence leave this rank with its KV."""
+        name = sequence.sequence_id
+        if self.ready.pop(name, None) is None:
+            sequence.generated_tokens = self._done - self._offset[name]
+            self._leave_running(sequence)
+        migrate(sequence, Event.DEPART, "")
+        self._changes += 1
+        self.form.release(sequence)
+
+    def adopt(self, sequence: SequenceState) -> None:
+        """Take in a sequence that has left another rank, with room that was decided."""
+        self.form.take_in(sequence, *self.form.room(sequence, self.plan))
+        migrate(sequence, Event.ARRIVE, "")
+        self._changes += 1
+        self.tally.moved_tokens += sequence.kv_tokens
+        self._wait(sequence)
