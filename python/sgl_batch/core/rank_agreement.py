@@ -19,6 +19,9 @@ from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan, num_expert_calls
 from sgl_batch.core.sequence import SequenceState
 
+# More pages than any account has.
+_NOTHING_MOVES = 1 << 62
+
 
 class StepKind(enum.Enum):
     """What all ranks do next. FORKS: they prefill the choices whose leader has just computed their prompt."""
@@ -291,6 +294,7 @@ class _Load:
     free_request_slots: how many more sequences it can hold.
     free_rows: how many more it would decode at once; 0 if it has a queue, whose head may wait for the very pages that
         a sequence of another rank would take.
+    least_pages: no sequence of `movable` takes fewer pages.
     """
 
     total: int
@@ -301,6 +305,12 @@ class _Load:
     free_tokens: int | None
     free_request_slots: int
     free_rows: int
+    least_pages: int
+
+    @property
+    def takes(self) -> bool:
+        """Whether it takes any sequence that fits."""
+        return self.free_rows > 0 and self.free_request_slots > 0 and not self.has_waiting
 
     def fits(self, item: Movable) -> bool:
         stored = self.free_tokens is None or item.tokens <= self.free_tokens
@@ -324,15 +334,20 @@ def plan_moves(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> 
 def _evening_move(loads: list[_Load]) -> Move | None:
     """Return a move from the fullest possible rank to the emptiest, if it leaves them less uneven; else None."""
     by_total = sorted(range(len(loads)), key=lambda rank: loads[rank].total)
-    for target in by_total:
-        if loads[target].free_rows <= 0:
+    least = min(load.least_pages for load in loads)
+    for number in by_total:
+        target = loads[number]
+        if not target.takes or target.room < least:
             continue
-        for source in reversed(by_total):
-            if loads[source].total - loads[target].total < 2:
+        for other in reversed(by_total):
+            source = loads[other]
+            if source.total - target.total < 2:
                 break
-            item = next((item for item in loads[source].movable if loads[target].fits(item)), None)
+            if target.room < source.least_pages:
+                continue
+            item = next((item for item in source.movable if target.fits(item)), None)
             if item is not None:
-                return _move(loads, item, source, target)
+                return _move(loads, item, other, number)
     return None
 
 
@@ -340,15 +355,17 @@ def _load_of(rank: RankState, plan: Plan) -> _Load:
     state = rank.state
     active = state.running + len(state.ready) + state.returning
     running = sorted(rank.running, key=lambda item: (item.tokens, item.sequence.arrival))
+    movable = [item for item in (*rank.ready, *running) if len(item.sequence.ranks) == 1]
     return _Load(
         total=active + len(state.queued) + (state.begun is not None),
-        movable=[item for item in (*rank.ready, *running) if len(item.sequence.ranks) == 1],
+        movable=movable,
         room=rank.free_pages + rank.largest_gap,
         largest_gap=rank.largest_gap,
         has_waiting=rank.has_waiting,
         free_tokens=None if rank.capacity is None else rank.capacity.store * plan.page_size,
         free_request_slots=state.free_request_slots,
         free_rows=0 if state.queued else plan.decode.b_moe - active,
+        least_pages=min((item.pages for item in movable), default=_NOTHING_MOVES),
     )
 
 
