@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sgl_batch.core import growth
-from sgl_batch.core.actions import Action, Idle, Join, Prefill, Refill, Step, StreamDecode
+from sgl_batch.core.actions import Action, Idle, Join, Prefill, Refill, Step
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankHeader, StepKind, decide_group, next_step
 from sgl_batch.core.sequence import SequenceState
@@ -48,6 +48,7 @@ class Instance:
         scheduler: Decides for each rank, or with `is_local` false for one; several ranks of ours agree as in core/.
         costs: Of their passes and copies.
         arrivals: Gives later sequences to the ranks.
+        first_use: Time in which memory is provided for KV of so many tokens that had none before; None for no time.
         migration: Which sequences may change their rank.
     """
 
@@ -59,11 +60,12 @@ class Instance:
         costs: Costs,
         *,
         arrivals: Arrivals = no_arrivals,
+        first_use: Callable[[float], PassTime] | None = None,
         migration: Migration = Migration.EVEN,
     ) -> None:
         self.ranks, self.plan, self.account = ranks, plan, Account()
         self._scheduler, self._costs, self._arrivals, self._migration = scheduler, costs, arrivals, migration
-        self._next_arrival = arrivals(0.0)
+        self._first_use, self._next_arrival = first_use, arrivals(0.0)
         self._headers: list[RankHeader | None] = [None] * len(ranks)
 
     @property
@@ -139,7 +141,6 @@ class Instance:
             self.account.wait(came - self.now, COPIES) if came > self.now else None
             rank.now = self.now
             return
-        assert not isinstance(action, StreamDecode), "a simulated form of KV streams always or never"
         left, begun = rank.carry_out(action)
         if left:
             self.account.add(self._costs.of_copy(left))
@@ -225,7 +226,7 @@ class Instance:
         steps = 1 if prefills else self._equal_steps(decoding, kv, rows)
         time, busy = self._time(passes, decoding, steps)
         total = sum(rows)
-        self.account.add(time, times=steps, rows=total, busy=busy, prefill=not total)
+        seconds = self.account.add(time, times=steps, rows=total, busy=busy, prefill=not total)
         self.account.rows += steps * total
         self.account.steps += steps if total else 0
         self.account.groups += prefills
@@ -235,9 +236,11 @@ class Instance:
             if one.decodes:
                 if rank.steps_to_end() <= steps or one.whole:
                     self._headers[number] = None
-                rank.decode(steps)
+                rank.decode(steps, seconds)
             if one.whole:
                 rank.prefilled(one.whole)
+        if self._first_use is not None and (new := sum(rank.newly_in_memory() for rank in self.ranks)):
+            self.account.add(self._first_use(new))
         if self._headers[0] is not None and any(rank.steps_to_boundary <= 0 for rank in self.ranks):
             self._headers = [None] * len(self.ranks)
 
@@ -274,15 +277,16 @@ class Instance:
         times = [
             self._costs.of_pass(
                 PassWork(
-                    prompts=prompts.count,
-                    prompt_tokens=prompts.tokens,
-                    prompt_pairs=prompts.pairs,
-                    rows=rows,
-                    kv_tokens=kv,
+                    prompts=works[number][0].count,
+                    prompt_tokens=works[number][0].tokens,
+                    prompt_pairs=works[number][0].pairs,
+                    rows=works[number][1],
+                    kv_tokens=works[number][2],
                     all_rows=all_rows,
+                    streams=self.ranks[number].form.streams,
                 )
             )
-            for prompts, rows, kv in (works[number] for number in busiest)
+            for number in busiest
         ]
         mean = sum(load) / len(load)
         return max(times, key=lambda time: time.seconds), mean / max(*load, 1)

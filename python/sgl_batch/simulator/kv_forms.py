@@ -11,6 +11,7 @@ from typing import Protocol
 
 from sgl_batch.core.admission import Admission, reserve
 from sgl_batch.core.admission_policy import RESERVE, AdmissionPolicy
+from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy, Overflowing
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
@@ -19,7 +20,9 @@ from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 from sgl_batch.errors import ConfigError
 
-DEVICE, OVERFLOWING, INCLUSIVE, EXCLUSIVE, STREAMED = "device", "overflowing", "inclusive", "exclusive", "streamed"
+# Names of KV policies, as records of decisions have them (core/replay).
+DEVICE, INCLUSIVE, EXCLUSIVE, STREAMED = "device", "inclusive", "exclusive", "streamed"
+FORMS = (DEVICE, "overflowing", INCLUSIVE, STREAMED, "streamed by choice", EXCLUSIVE, "exclusive on device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,12 @@ class KVForm(Protocol):
     def take_in(self, sequence: SequenceState, pages: int, gap: int) -> None:
         """Reserve for a sequence that another rank has sent with its KV, as `room` says."""
 
+    def stream(self, *, on: bool) -> None:
+        """Switch streaming of decode KV on or off. No sequence runs at that time."""
+
+    def tokens_in_memory(self, waiting: int, running: int) -> int:
+        """Return the tokens of KV in all tiers, each copy counted, of so many of waiting and of running sequences."""
+
     def room(self, sequence: SequenceState, plan: Plan) -> tuple[int, int]:
         """Return the pages that a sequence reserves on a rank to which it moves, and by how many it can exceed them."""
 
@@ -121,6 +130,9 @@ class DeviceForm:
     def join(self, sequence: SequenceState) -> None:
         """Its KV lies where it ran."""
 
+    def stream(self, *, on: bool) -> None:
+        raise AssertionError("there is no store to stream from")
+
     def release(self, sequence: SequenceState) -> None:
         name = sequence.sequence_id
         self.device.away.discard(name)
@@ -131,6 +143,9 @@ class DeviceForm:
     def take_in(self, sequence: SequenceState, pages: int, gap: int) -> None:
         self.device.reserve(sequence.sequence_id, pages, whole=pages + gap)
 
+    def tokens_in_memory(self, waiting: int, running: int) -> int:
+        return waiting + running
+
     def room(self, sequence: SequenceState, plan: Plan) -> tuple[int, int]:
         return _first_pages(sequence, self.device, plan)
 
@@ -138,19 +153,19 @@ class DeviceForm:
 class InclusiveForm:
     """Every page is written to the store, where admission reserves; running sequences hold pages of the device too.
 
-    `streams`: decode steps read KV from the store, and running sequences hold no pages of the device.
+    `streams`: whether decode steps read KV from the store, and running sequences hold no pages of the device. Only a
+    policy that chooses changes it.
     """
 
     loses = False
     store_free = 0
 
     def __init__(
-        self, memory: RankMemory, page_size: int, admission: AdmissionPolicy = RESERVE, *, streams: bool = False
+        self, memory: RankMemory, page_size: int, admission: AdmissionPolicy, policy: KVPolicy, *, streams: bool = False
     ) -> None:
         self.device = PageLedger(memory.device, page_size)
         self.admission = PageLedger(memory.store, page_size, policy=admission)
-        self.policy: KVPolicy = Streamed() if streams else Inclusive()
-        self.streams = streams
+        self.policy, self.streams = policy, streams
 
     def admit(self, unit: Admission, plan: Plan, pages: int | None) -> None:
         reserve(unit, self.admission, held=0, new=0, plan=plan)
@@ -175,6 +190,9 @@ class InclusiveForm:
         if self.streams:
             self.device.reserve(sequence.sequence_id, 0)
 
+    def stream(self, *, on: bool) -> None:
+        self.streams = on
+
     def release(self, sequence: SequenceState) -> None:
         for ledger in (self.device, self.admission):
             if ledger.holds(sequence.sequence_id):
@@ -182,6 +200,9 @@ class InclusiveForm:
 
     def take_in(self, sequence: SequenceState, pages: int, gap: int) -> None:
         self.admission.reserve(sequence.sequence_id, pages, whole=pages + gap)
+
+    def tokens_in_memory(self, waiting: int, running: int) -> int:
+        return waiting + running * (1 if self.streams else 2)
 
     def room(self, sequence: SequenceState, plan: Plan) -> tuple[int, int]:
         return _first_pages(sequence, self.admission, plan)
@@ -192,10 +213,10 @@ class ExclusiveForm:
 
     streams = loses = False
 
-    def __init__(self, memory: RankMemory, page_size: int) -> None:
+    def __init__(self, memory: RankMemory, page_size: int, policy: KVPolicy) -> None:
         self.device = PageLedger(memory.device, page_size)
         self.admission = PageLedger(memory.device, page_size, overflow_pages=memory.store)
-        self.policy: KVPolicy = Exclusive()
+        self.policy = policy
         self._blocks, self._store_pages = dict[str, int](), memory.store
 
     @property
@@ -233,6 +254,9 @@ class ExclusiveForm:
     def join(self, sequence: SequenceState) -> None:
         """Its prompt has stayed on the device."""
 
+    def stream(self, *, on: bool) -> None:
+        raise AssertionError("only an inclusive store is streamed from")
+
     def release(self, sequence: SequenceState) -> None:
         name = sequence.sequence_id
         self._blocks.pop(name, None)
@@ -244,6 +268,9 @@ class ExclusiveForm:
         self.admission.reserve(sequence.sequence_id, pages, whole=pages + gap)
         self._to_store([sequence])
 
+    def tokens_in_memory(self, waiting: int, running: int) -> int:
+        return waiting + running
+
     def room(self, sequence: SequenceState, plan: Plan) -> tuple[int, int]:
         return _first_pages(sequence, self.admission, plan)
 
@@ -253,8 +280,12 @@ def make_form(name: str, memory: RankMemory, page_size: int, admission: Admissio
     match name:
         case "device" | "overflowing":
             return DeviceForm(memory, page_size, admission)
-        case "inclusive" | "streamed":
-            return InclusiveForm(memory, page_size, admission, streams=name == STREAMED)
-        case "exclusive":
-            return ExclusiveForm(memory, page_size)
-    raise ConfigError(f"the form of KV is {name!r}; it is device, overflowing, inclusive, streamed or exclusive")
+        case "inclusive":
+            return InclusiveForm(memory, page_size, admission, Inclusive())
+        case "streamed":
+            return InclusiveForm(memory, page_size, admission, Streamed(), streams=True)
+        case "streamed by choice":
+            return InclusiveForm(memory, page_size, admission, Streamed(StreamingChoice()))
+        case "exclusive" | "exclusive on device":
+            return ExclusiveForm(memory, page_size, Exclusive(to_store=name == EXCLUSIVE))
+    raise ConfigError(f"the form of KV is {name!r}; it is one of {', '.join(FORMS)}")

@@ -15,12 +15,14 @@ class MachineCosts:
     """Costs by the fitted profile of one machine, whose cores all ranks share.
 
     Attributes:
-        passes: Of a plan's passes.
+        passes: Of a plan's passes, whose decode steps find their KV on the device.
+        streamed: Of the same plan's passes, whose decode steps read their KV from the store; None without one.
         ranks: How many share the machine: each has as large a part of the cores.
         sources: As in `Costs`.
     """
 
     passes: PassCost
+    streamed: PassCost | None = None
     ranks: int = 1
     sources: Mapping[str, str] = field(default_factory=lambda: {"all": "the profile of this machine"})
 
@@ -29,7 +31,7 @@ class MachineCosts:
         rows, tokens = work.rows * self.ranks, work.prompt_tokens * self.ranks
         context = work.kv_tokens / max(work.rows, 1)
         if not tokens:
-            return self.passes.decode(max(rows, 1), context)
+            return (self.streamed if work.streams and self.streamed else self.passes).decode(max(rows, 1), context)
         prompts = self.passes.prefill_of(tokens, work.prompt_pairs * self.ranks, prompts=work.prompts * self.ranks)
         return self._mixed(prompts, rows, context, tokens) if rows else prompts
 
@@ -53,3 +55,7 @@ class MachineCosts:
     def of_move(self, tokens: float) -> PassTime:
         """Return the time of a move through memory, as long as that of a copy to the store."""
         return self.passes.restore(tokens)
+
+    def of_first_use(self, tokens: float) -> PassTime:
+        """Return the time in which the kernel first provides memory for the KV of so many tokens."""
+        return self.passes.new_memory(tokens)

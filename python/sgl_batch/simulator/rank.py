@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_batch.core import growth
 from sgl_batch.core.actions import (
@@ -19,6 +19,7 @@ from sgl_batch.core.actions import (
     Prefill,
     Refill,
     Restore,
+    StreamDecode,
     Suspend,
     Sync,
 )
@@ -95,6 +96,8 @@ class SimulatedRank:
         self._done = self._steps = self._changes = self._waits = 0
         self._changes_at_boundary = -1
         self._filling = False
+        self._interval = Interval()
+        self._most_in_memory = 0
 
     def _admissible(self, numbers: Iterable[int]) -> list[int]:
         store = None if self.form.admission is self.form.device else self.form.admission
@@ -153,7 +156,7 @@ class SimulatedRank:
             store_free=form.store_free,
             arrived=self.arrived,
             streams=form.streams,
-            interval=Interval(),
+            interval=self._interval,
         )
 
     def runners(self) -> Sequence[SequenceState]:
@@ -185,6 +188,14 @@ class SimulatedRank:
         pages, gap = self.form.room(sequence, self.plan)
         return Movable(sequence=sequence, tokens=sequence.kv_tokens, pages=pages, gap=gap)
 
+    def newly_in_memory(self) -> int:
+        """Return the tokens of KV, in all tiers, for which the rank has never used memory before."""
+        waiting = sum(one.kv_tokens for one in self.ready.values()) + sum(one.kv_tokens for _, one in self.returning)
+        tokens = self.form.tokens_in_memory(waiting, self.kv_tokens)
+        more = max(0, tokens - self._most_in_memory)
+        self._most_in_memory += more
+        return more
+
     # Actions.
 
     def carry_out(self, action: Action) -> tuple[int, int]:
@@ -206,6 +217,8 @@ class SimulatedRank:
                 return 0, sum(self._restore(sequence, number) for sequence, number in pages)
             case Refill(sequences=sequences):
                 self.refill(sequences)
+            case StreamDecode(on=on):
+                self.form.stream(on=on)
             case BeginInterval() | Idle():
                 self.begin_interval()
             case Abort(sequences=sequences):
@@ -300,6 +313,8 @@ class SimulatedRank:
         self._steps = 0
         self._changes_at_boundary = self._changes
         self.boundaries += 1
+        alive = len(self.running) + len(self.returning) + len(self.ready)
+        self._interval = Interval(number=self._interval.number + 1, alive=alive)
 
     # Passes.
 
@@ -366,14 +381,16 @@ class SimulatedRank:
         """Return the decode steps until a boundary is due whatever happens."""
         return self.plan.boundary_tokens - self._steps
 
-    def decode(self, steps: int) -> None:
-        """Let all running sequences generate so many tokens; those that end with the last one leave."""
+    def decode(self, steps: int, seconds: float) -> None:
+        """Let all running sequences generate so many tokens in this time; those that end with the last one leave."""
         self._filling = False
         self._steps += steps
         if not self.running:
             return
         self._done += steps
         rows = len(self.running)
+        interval = self._interval
+        self._interval = replace(interval, rows=interval.rows + steps * rows, seconds=interval.seconds + seconds)
         self.kv_tokens += steps * rows
         self.tally.output_tokens += steps * rows
         while self.steps_to_end() <= 0:

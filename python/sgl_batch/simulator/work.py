@@ -20,6 +20,7 @@ class PassWork:
         rows: Sequences that the rank decodes.
         kv_tokens: Tokens of KV that these look at, together.
         all_rows: Prompt tokens and decoded sequences of all ranks together, which the experts share.
+        streams: Whether the decoded sequences read their KV from the store.
     """
 
     prompts: int = 0
@@ -28,6 +29,7 @@ class PassWork:
     rows: int = 0
     kv_tokens: int = 0
     all_rows: int = 0
+    streams: bool = False
 
     @property
     def mixed(self) -> bool:
