@@ -160,8 +160,8 @@ def draw(target: Path, drawn: Sequence[tuple[str, Measured, Account]]) -> None:
         times, counts = running_over_time(measured.events)
         panel.step(times, counts, where="post", label="measured", linewidth=1)
         line = account.timeline
-        simulated_rows = [rows / line.bin_s for rows in line.rows]
-        panel.step([index * line.bin_s for index in range(len(simulated_rows))], simulated_rows, label="simulated")
+        modelled = [running / line.bin_s for running in line.running]
+        panel.step([index * line.bin_s for index in range(len(modelled))], modelled, where="post", label="simulated")
         panel.set_title(f"{name}: {measured.seconds:.1f} s, simulated {account.seconds:.1f} s", fontsize=9)
         panel.set_ylabel("running")
     panels.flat[0].legend()

@@ -16,7 +16,8 @@ from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankHeader, StepKind, decide_group, next_step
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.planner.pass_cost import COPIES, PassTime
-from sgl_batch.simulator.rank import NEVER, Prompts, SimulatedRank
+from sgl_batch.simulator.decode_group import NEVER
+from sgl_batch.simulator.rank import Prompts, SimulatedRank
 from sgl_batch.simulator.scheduler import Scheduler
 from sgl_batch.simulator.timeline import Account
 from sgl_batch.simulator.work import Costs, PassWork
@@ -95,7 +96,7 @@ class Instance:
 
     def _wait_for_event(self) -> None:
         """Let time pass to the next event, where no rank has anything to compute."""
-        coming = min((at for rank in self.ranks for at, _ in rank.returning), default=math.inf)
+        coming = min(rank.returning.next_at for rank in self.ranks)
         at = min(coming, self._next_arrival)
         assert math.isfinite(at), "ranks idle though sequences wait"
         self.account.wait(max(at - self.now, 0.0), COPIES if coming <= self._next_arrival else "arrivals")
@@ -146,7 +147,7 @@ class Instance:
             self.account.add(self._costs.of_copy(left))
             rank.now = self.now
         if begun:
-            rank.expect(self._costs.of_copy(begun).seconds)
+            rank.returning.expect(self._costs.of_copy(begun).seconds, self.now)
 
     # Several ranks that agree.
 
@@ -226,7 +227,8 @@ class Instance:
         steps = 1 if prefills else self._equal_steps(decoding, kv, rows)
         time, busy = self._time(passes, decoding, steps)
         total = sum(rows)
-        seconds = self.account.add(time, times=steps, rows=total, busy=busy, prefill=not total)
+        running = sum(len(rank.running) for rank in self.ranks)
+        seconds = self.account.add(time, times=steps, running=running, busy=busy, prefill=not total)
         self.account.rows += steps * total
         self.account.steps += steps if total else 0
         self.account.groups += prefills
@@ -234,7 +236,7 @@ class Instance:
             if one is None:
                 continue
             if one.decodes:
-                if rank.steps_to_end() <= steps or one.whole:
+                if rank.group.steps_to_end() <= steps or one.whole:
                     self._headers[number] = None
                 rank.decode(steps, seconds)
             if one.whole:
@@ -251,8 +253,8 @@ class Instance:
     def _equal_steps(self, decoding: Sequence[bool], kv: Sequence[int], rows: Sequence[int]) -> int:
         """Return the steps until a sequence ends, a boundary is due, KV comes back or a request arrives."""
         ranks = [rank for rank, on in zip(self.ranks, decoding, strict=True) if on and rank.running]
-        steps = min((min(rank.steps_to_end(), rank.steps_to_boundary) for rank in ranks), default=1)
-        event = min([self._next_arrival, *(at for rank in self.ranks for at, _ in rank.returning[:1])])
+        steps = min((min(rank.group.steps_to_end(), rank.steps_to_boundary) for rank in ranks), default=1)
+        event = min([self._next_arrival, *(rank.returning.next_at for rank in self.ranks)])
         if steps > 1 and math.isfinite(event):
             busiest = max(range(len(kv)), key=kv.__getitem__)
             one = self._costs.of_pass(PassWork(rows=rows[busiest], kv_tokens=kv[busiest], all_rows=sum(rows)))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sgl_batch.core import growth
@@ -32,11 +31,10 @@ from sgl_batch.core.primitives import combine, migrate, yield_
 from sgl_batch.core.rank_agreement import Movable, RankHeader, RankState, rank_is_due
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequencesView
+from sgl_batch.simulator.decode_group import DecodeGroup, Returning
 from sgl_batch.simulator.kv_forms import KVForm
 from sgl_batch.simulator.requests import RankQueue, Requests
 from sgl_batch.simulator.work import pairs_of
-
-NEVER = 1 << 62
 
 
 @dataclass(slots=True)
@@ -84,16 +82,11 @@ class SimulatedRank:
         self._requests, self._request_slots = requests, request_slots
         self.queue = RankQueue(requests, self._admissible(numbers))
         self.ready: dict[str, SequenceState] = {}
-        self.running: dict[str, SequenceState] = {}
+        self.group, self.returning = DecodeGroup(self._length), Returning()
         self.begun: SequenceState | None = None
-        self.returning: list[tuple[float, SequenceState]] = []
-        self.kv_tokens = 0
         self.boundaries = 0
         self.now = 0.0
-        # Of a running sequence: steps done when it joined, less the tokens that it had generated.
-        self._offset: dict[str, int] = {}
-        self._ends: list[tuple[int, str]] = []
-        self._done = self._steps = self._changes = self._waits = 0
+        self._steps = self._changes = self._waits = 0
         self._changes_at_boundary = -1
         self._filling = False
         self._interval = Interval()
@@ -118,6 +111,16 @@ class SimulatedRank:
     # What decisions see.
 
     @property
+    def running(self) -> Mapping[str, SequenceState]:
+        """Return the running sequences by id."""
+        return self.group.running
+
+    @property
+    def kv_tokens(self) -> int:
+        """Return the tokens of KV of the running sequences together."""
+        return self.group.kv_tokens
+
+    @property
     def is_empty(self) -> bool:
         """Return whether it has no sequence."""
         return not (self.running or self.ready or self.queue or self.returning or self.begun)
@@ -125,7 +128,7 @@ class SimulatedRank:
     @property
     def arrived(self) -> bool:
         """Return whether KV on its way to the device has come."""
-        return bool(self.returning) and self.returning[0][0] <= self.now
+        return self.returning.next_at <= self.now
 
     def state(self) -> State:
         """Return the state from which decisions are made."""
@@ -151,19 +154,13 @@ class SimulatedRank:
         return KVState(
             device=form.device,
             admission=form.admission,
-            runners=self.runners,
+            runners=self.group.up_to_date,
             estimate_shared=lambda _: None,
             store_free=form.store_free,
             arrived=self.arrived,
             streams=form.streams,
             interval=self._interval,
         )
-
-    def runners(self) -> Sequence[SequenceState]:
-        """Return the running sequences, with their counts of tokens up to date."""
-        for name, sequence in self.running.items():
-            sequence.generated_tokens = self._done - self._offset[name]
-        return list(self.running.values())
 
     def header(self) -> RankHeader:
         """Return what this rank tells the others before each step."""
@@ -180,7 +177,10 @@ class SimulatedRank:
                 note_expected(Admission(leader=sequence), ledger.policy)
         can_leave: tuple[list[Movable], list[Movable]] = [], []
         if movable:
-            items = [self._item(one) for one in self.ready.values()], [self._item(one) for one in self.runners()]
+            items = (
+                [self._item(one) for one in self.ready.values()],
+                [self._item(one) for one in self.group.up_to_date()],
+            )
             can_leave = self.form.policy.movable(*items, kv, self.plan)
         return RankState.of(state, ledger, self.form.policy.capacity(state, kv, self.plan), can_leave)
 
@@ -190,7 +190,7 @@ class SimulatedRank:
 
     def newly_in_memory(self) -> int:
         """Return the tokens of KV, in all tiers, for which the rank has never used memory before."""
-        waiting = sum(one.kv_tokens for one in self.ready.values()) + sum(one.kv_tokens for _, one in self.returning)
+        waiting = sum(one.kv_tokens for one in self.ready.values()) + self.returning.tokens
         tokens = self.form.tokens_in_memory(waiting, self.kv_tokens)
         more = max(0, tokens - self._most_in_memory)
         self._most_in_memory += more
@@ -230,9 +230,8 @@ class SimulatedRank:
         return 0, 0
 
     def _suspend(self, sequences: Sequence[SequenceState]) -> int:
-        self.runners()
         for one in sequences:
-            self._leave_running(one)
+            self.group.leave(one)
         self.tally.suspensions += len(sequences)
         copied = self.form.leave(sequences)
         for one in sequences:
@@ -257,28 +256,16 @@ class SimulatedRank:
 
     def _restore(self, sequence: SequenceState, pages: int) -> int:
         del self.ready[sequence.sequence_id]
-        self.returning.append((NEVER, sequence))
+        self.returning.begin(sequence)
         self.tally.restores += 1
         return self.form.restore(sequence, pages)
-
-    def expect(self, seconds: float) -> None:
-        """Note that the copies that have just begun end after so many seconds, one behind the other."""
-        begins = max([self.now, *(at for at, _ in self.returning if at < NEVER)])
-        new = [one for at, one in self.returning if at >= NEVER]
-        total = sum(one.kv_tokens for one in new)
-        known, passed = [item for item in self.returning if item[0] < NEVER], 0
-        for one in new:
-            passed += one.kv_tokens
-            known.append((begins + seconds * passed / max(total, 1), one))
-        self.returning = known
 
     def join_arrived(self, *, wait: bool = False) -> float:
         """Combine the sequences whose KV has come into the decode group. Returns the time at which the last one came.
 
         `wait`: all that are on their way.
         """
-        came = [item for item in self.returning if wait or item[0] <= self.now]
-        self.returning = self.returning[len(came) :]
+        came = self.returning.take(self.now, wait=wait)
         for _, sequence in came:
             self.form.arrive(sequence)
             self._run(sequence)
@@ -292,20 +279,11 @@ class SimulatedRank:
             self._run(sequence)
 
     def _run(self, sequence: SequenceState) -> None:
-        name = sequence.sequence_id
         combine([sequence], Event.COMBINE_DECODE, "")
-        self.running[name] = sequence
-        self._offset[name] = self._done - sequence.generated_tokens
-        self.kv_tokens += sequence.kv_tokens
-        heapq.heappush(self._ends, (self._offset[name] + self._length(name), name))
+        self.group.join(sequence)
 
     def _length(self, name: str) -> int:
         return int(self._requests.outputs[int(name)])
-
-    def _leave_running(self, sequence: SequenceState) -> None:
-        """Take a sequence, whose count of tokens is up to date, out of the decode group."""
-        del self.running[sequence.sequence_id], self._offset[sequence.sequence_id]
-        self.kv_tokens -= sequence.kv_tokens
 
     def begin_interval(self) -> None:
         """End a boundary: steps are counted from here."""
@@ -367,15 +345,6 @@ class SimulatedRank:
         copied = self.form.prefilled(sequence) if whole else 0
         return Prompts(count=1, tokens=chunk.tokens, pairs=pairs_of(end, chunk.start), copied=copied)
 
-    def steps_to_end(self) -> int:
-        """Return the decode steps until the next running sequence ends."""
-        while self._ends:
-            step, name = self._ends[0]
-            if name in self._offset and self._offset[name] + self._length(name) == step:
-                return step - self._done
-            heapq.heappop(self._ends)
-        return NEVER
-
     @property
     def steps_to_boundary(self) -> int:
         """Return the decode steps until a boundary is due whatever happens."""
@@ -385,19 +354,10 @@ class SimulatedRank:
         """Let all running sequences generate so many tokens in this time; those that end with the last one leave."""
         self._filling = False
         self._steps += steps
-        if not self.running:
-            return
-        self._done += steps
-        rows = len(self.running)
-        interval = self._interval
-        self._interval = replace(interval, rows=interval.rows + steps * rows, seconds=interval.seconds + seconds)
-        self.kv_tokens += steps * rows
-        self.tally.output_tokens += steps * rows
-        while self.steps_to_end() <= 0:
-            _, name = heapq.heappop(self._ends)
-            sequence = self.running[name]
-            sequence.generated_tokens = self._done - self._offset[name]
-            self._leave_running(sequence)
+        rows, interval = steps * len(self.running), self._interval
+        self._interval = replace(interval, rows=interval.rows + rows, seconds=interval.seconds + seconds)
+        self.tally.output_tokens += rows
+        for sequence in self.group.advance(steps):
             advance(sequence, Event.FINISH, "")
             self._end(sequence)
 
@@ -411,10 +371,8 @@ class SimulatedRank:
 
     def depart(self, sequence: SequenceState) -> None:
         """Let a waiting or running sequence leave this rank with its KV."""
-        name = sequence.sequence_id
-        if self.ready.pop(name, None) is None:
-            sequence.generated_tokens = self._done - self._offset[name]
-            self._leave_running(sequence)
+        if self.ready.pop(sequence.sequence_id, None) is None:
+            self.group.leave(sequence)
         migrate(sequence, Event.DEPART, "")
         self._changes += 1
         self.form.release(sequence)

@@ -120,19 +120,20 @@ def simulated(run: RecordedRun, costs: MachineCosts, admission: Mapping[int, Adm
 
 
 def running_over_time(events: Iterable[Event]) -> tuple[list[float], list[int]]:
-    """Return times from the first change of state, in seconds, and how many sequences run from each of them on."""
-    changes: list[tuple[float, int]] = []
-    running = Status.RUNNING.value
-    for event in events:
-        if "from" in event and running in (event["from"], event["to"]):
-            changes.append((float(event["t"]), 1 if event["to"] == running else -1))
-        elif "from" in event and not changes:
-            changes.append((float(event["t"]), 0))
+    """Return times from the first change of state, in seconds, and how many sequences run from each of them on.
+
+    Raises ConfigError if the trace has no changes of state.
+    """
+    changes = sorted((event for event in events if "from" in event), key=lambda event: float(event["t"]))
     if not changes:
-        raise ConfigError("the trace has no changes of state; record the run with --trace-file")
-    start, times, counts, now = changes[0][0], list[float](), list[int](), 0
-    for at, change in sorted(changes, key=lambda one: one[0]):
-        now += change
-        times.append(at - start)
-        counts.append(now)
+        raise ConfigError("the trace has no changes of state; record a run with --trace-file")
+    start, running = float(changes[0]["t"]), set[str]()
+    times, counts = [0.0], [0]
+    for event in changes:
+        if event["to"] == Status.RUNNING.value:
+            running.add(event["sequence"])
+        else:
+            running.discard(event["sequence"])
+        times.append(float(event["t"]) - start)
+        counts.append(len(running))
     return times, counts

@@ -13,43 +13,43 @@ _MOST_BINS = 512
 
 @dataclass(slots=True)
 class Timeline:
-    """Rows and busy ranks over time, in at most 512 bins of equal length; bins double in length when they are full.
+    """Running sequences and busy ranks over time, in at most 512 bins of equal length, which double when they are full.
 
     For each bin:
-    rows: seconds times the decoded sequences of all ranks.
+    running: seconds times the running sequences of all ranks.
     busy: seconds times the share of the ranks' time that is not spent in waiting for the busiest one, or for copies.
     bound: seconds in which memory or products bound.
     """
 
     bin_s: float = 1e-3
-    rows: list[float] = field(default_factory=list)
+    running: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     bound: list[float] = field(default_factory=list)
 
-    def add(self, start: float, seconds: float, *, rows: float, busy: float, bound: float) -> None:
+    def add(self, start: float, seconds: float, *, running: float, busy: float, bound: float) -> None:
         """Add a span of time in which these are constant."""
         while start + seconds > self.bin_s * _MOST_BINS:
             self._double()
         while seconds > 0:
             index = int(start / self.bin_s)
             part = min(seconds, max((index + 1) * self.bin_s - start, self.bin_s * 1e-9))
-            missing = index + 1 - len(self.rows)
-            for values, value in ((self.rows, rows), (self.busy, busy), (self.bound, bound)):
+            missing = index + 1 - len(self.running)
+            for values, value in ((self.running, running), (self.busy, busy), (self.bound, bound)):
                 values += [0.0] * missing
                 values[index] += part * value
             start, seconds = start + part, seconds - part
 
     def _double(self) -> None:
         self.bin_s *= 2
-        for values in (self.rows, self.busy, self.bound):
+        for values in (self.running, self.busy, self.bound):
             values += [0.0] * (len(values) % 2)
             values[:] = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return means of each bin: decoded sequences, and shares from 0 to 1."""
+        """Return means of each bin: running sequences, and shares from 0 to 1."""
         return {
             "bin_s": self.bin_s,
-            "rows": [round(value / self.bin_s, 2) for value in self.rows],
+            "running": [round(value / self.bin_s, 2) for value in self.running],
             "busy": [round(value / self.bin_s, 4) for value in self.busy],
             "bound": [round(value / self.bin_s, 4) for value in self.bound],
         }
@@ -72,14 +72,18 @@ class Account:
     bounds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     timeline: Timeline = field(default_factory=Timeline)
 
-    def add(self, time: PassTime, *, times: int = 1, rows: int = 0, busy: float = 1.0, prefill: bool = False) -> float:
-        """Add a pass that comes `times` times. `busy`: the mean of ranks' work over that of the busiest one.
+    def add(
+        self, time: PassTime, *, times: int = 1, running: int = 0, busy: float = 1.0, prefill: bool = False
+    ) -> float:
+        """Add a pass that comes `times` times, while so many sequences run.
+
+        `busy`: the mean of the ranks' work over that of the busiest one.
 
         Returns its seconds, all times together.
         """
         seconds = times * time.seconds
         bound = (time.bounds.get("compute", 0.0) + time.bounds.get("memory", 0.0)) / max(time.seconds, 1e-12)
-        self.timeline.add(self.seconds, seconds, rows=rows, busy=busy, bound=min(bound, 1.0))
+        self.timeline.add(self.seconds, seconds, running=running, busy=busy, bound=min(bound, 1.0))
         self.seconds += seconds
         self.idle += seconds * (1 - busy)
         self.prefill_s += seconds if prefill else 0.0
@@ -90,7 +94,7 @@ class Account:
 
     def wait(self, seconds: float, part: str) -> None:
         """Add time in which no rank computes."""
-        self.timeline.add(self.seconds, seconds, rows=0.0, busy=0.0, bound=0.0)
+        self.timeline.add(self.seconds, seconds, running=0.0, busy=0.0, bound=0.0)
         self.seconds += seconds
         self.idle += seconds
         self.parts[part] += seconds
