@@ -243,7 +243,7 @@ class Instance:
                 rank.prefilled(one.whole)
         if self._first_use is not None and (new := sum(rank.newly_in_memory() for rank in self.ranks)):
             self.account.add(self._first_use(new))
-        if self._headers[0] is not None and any(rank.steps_to_boundary <= 0 for rank in self.ranks):
+        if any(rank.steps_to_boundary <= 0 for rank in self.ranks):
             self._headers = [None] * len(self.ranks)
 
     def _decoded(self, decoding: Sequence[bool]) -> tuple[list[int], list[int]]:
