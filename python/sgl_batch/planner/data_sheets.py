@@ -1,20 +1,23 @@
 """Owns the public figures of GPUs: memory, bandwidths and products, each from its maker's data sheet. Nothing measured.
 
-Products are dense, in operations a second: half of the number that a sheet gives with sparsity. PCIe and NVLink are one
-direction, half of a sheet's bidirectional number: 16 lanes of PCIe Gen4 are 32 GB/s, of Gen5 64. A sheet's GB of memory
-is counted as 10^9 bytes, which leaves some percent of it to the driver.
+They stand in hardware/gpus.json, in the units of the documents, with what each document says. Products are dense: half
+of the number that a sheet gives with sparsity. PCIe and NVLink are one direction, half of a sheet's bidirectional
+number: 16 lanes of PCIe Gen4 are 32 GB/s, of Gen5 64. A sheet's GB of memory is counted as 10^9 bytes, which leaves some
+percent of it to the driver.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
 
 from sgl_batch.errors import ConfigError
 
 HERE = "here"
-_PCIE4, _PCIE5 = 32e9, 64e9
-# GPUs that one NVSwitch board, or one bridge, joins.
-_BOARD, _BRIDGE, _BRIDGE_OF_FOUR = 8, 2, 4
+_GIGA, _TERA = 1e9, 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,8 @@ class DataSheet:
         pcie_bytes_per_s: From or to host memory.
         nvlink_bytes_per_s: From or to other GPUs; None without NVLink, where such bytes go over PCIe.
         nvlink_gpus: How many GPUs NVLink joins.
+        driver_memory_bytes: Device memory as the driver reports it, before any program; 0 where it is not known.
+        driver_memory_source: Where that was read.
     """
 
     name: str
@@ -46,172 +51,41 @@ class DataSheet:
     pcie_bytes_per_s: float
     nvlink_bytes_per_s: float | None = None
     nvlink_gpus: int = 1
+    driver_memory_bytes: int = 0
+    driver_memory_source: str = ""
+
+    @property
+    def usable_bytes(self) -> float:
+        """Return the memory that programs find: what the driver reports, or else the sheet's."""
+        return self.driver_memory_bytes or self.memory_bytes
 
 
-DATA_SHEETS: tuple[DataSheet, ...] = (
-    # 1,440 GB, 64 TB/s and 14.4 TB/s of NVLink of eight; FP8 72 and BF16 36 PFLOPS of eight with sparsity; PCIe Gen5.
-    DataSheet(
-        name="B200",
-        title="B200",
-        words=("B200",),
-        source="NVIDIA DGX B200 data sheet",
-        memory_bytes=180e9,
-        memory_bytes_per_s=8.0e12,
-        bf16_flop_per_s=2250e12,
-        fp8_flop_per_s=4500e12,
-        pcie_bytes_per_s=_PCIE5,
-        nvlink_bytes_per_s=900e9,
-        nvlink_gpus=_BOARD,
-    ),
-    # 141 GB; 4.8 TB/s; BF16 1,671 and FP8 3,341 TFLOPS with sparsity; bridge of 2 or 4 GPUs 900 GB/s; PCIe Gen5.
-    DataSheet(
-        name="H200-NVL",
-        title="H200 NVL",
-        words=("H200", "NVL"),
-        source="NVIDIA H200 data sheet",
-        memory_bytes=141e9,
-        memory_bytes_per_s=4.8e12,
-        bf16_flop_per_s=835.5e12,
-        fp8_flop_per_s=1670.5e12,
-        pcie_bytes_per_s=_PCIE5,
-        nvlink_bytes_per_s=450e9,
-        nvlink_gpus=_BRIDGE_OF_FOUR,
-    ),
-    # 141 GB; 4.8 TB/s; BF16 1,979 and FP8 3,958 TFLOPS with sparsity; NVLink 900 GB/s; PCIe Gen5 128 GB/s.
-    DataSheet(
-        name="H200",
-        title="H200 SXM",
-        words=("H200",),
-        source="NVIDIA H200 data sheet",
-        memory_bytes=141e9,
-        memory_bytes_per_s=4.8e12,
-        bf16_flop_per_s=989.5e12,
-        fp8_flop_per_s=1979e12,
-        pcie_bytes_per_s=_PCIE5,
-        nvlink_bytes_per_s=450e9,
-        nvlink_gpus=_BOARD,
-    ),
-    # 94 GB; 3.9 TB/s; BF16 1,671 and FP8 3,341 TFLOPS with sparsity; NVLink 600 GB/s; PCIe Gen5 128 GB/s.
-    DataSheet(
-        name="H100-NVL",
-        title="H100 NVL",
-        words=("H100", "NVL"),
-        source="NVIDIA H100 data sheet",
-        memory_bytes=94e9,
-        memory_bytes_per_s=3.9e12,
-        bf16_flop_per_s=835.5e12,
-        fp8_flop_per_s=1670.5e12,
-        pcie_bytes_per_s=_PCIE5,
-        nvlink_bytes_per_s=300e9,
-        nvlink_gpus=_BRIDGE,
-    ),
-    # 80 GB; 2 TB/s; BF16 1,513 and FP8 3,026 TFLOPS with sparsity; NVLink 600 GB/s; PCIe Gen5 128 GB/s.
-    DataSheet(
-        name="H100-PCIe",
-        title="H100 PCIe",
-        words=("H100", "PCIe"),
-        source="NVIDIA H100 data sheet, first edition",
-        memory_bytes=80e9,
-        memory_bytes_per_s=2.0e12,
-        bf16_flop_per_s=756.5e12,
-        fp8_flop_per_s=1513e12,
-        pcie_bytes_per_s=_PCIE5,
-        nvlink_bytes_per_s=300e9,
-        nvlink_gpus=_BRIDGE,
-    ),
-    # 80 GB; 3.35 TB/s; BF16 1,979 and FP8 3,958 TFLOPS with sparsity; NVLink 900 GB/s; PCIe Gen5 128 GB/s.
-    DataSheet(
-        name="H100-SXM",
-        title="H100 SXM",
-        words=("H100",),
-        source="NVIDIA H100 data sheet",
-        memory_bytes=80e9,
-        memory_bytes_per_s=3.35e12,
-        bf16_flop_per_s=989.5e12,
-        fp8_flop_per_s=1979e12,
-        pcie_bytes_per_s=_PCIE5,
-        nvlink_bytes_per_s=450e9,
-        nvlink_gpus=_BOARD,
-    ),
-    # 40 GB; 1,555 GB/s; BF16 312 TFLOPS, dense; no FP8; NVLink 600 GB/s; PCIe Gen4 64 GB/s.
-    DataSheet(
-        name="A100-40G",
-        title="A100 40GB",
-        words=("A100", "40GB"),
-        source="NVIDIA A100 data sheet",
-        memory_bytes=40e9,
-        memory_bytes_per_s=1.555e12,
-        bf16_flop_per_s=312e12,
-        fp8_flop_per_s=None,
-        pcie_bytes_per_s=_PCIE4,
-        nvlink_bytes_per_s=300e9,
-        nvlink_gpus=_BOARD,
-    ),
-    # 80 GB; 1,935 GB/s; a bridge of 2 GPUs 600 GB/s; the rest as above.
-    DataSheet(
-        name="A100-80G-PCIe",
-        title="A100 80GB PCIe",
-        words=("A100", "PCIe"),
-        source="NVIDIA A100 data sheet",
-        memory_bytes=80e9,
-        memory_bytes_per_s=1.935e12,
-        bf16_flop_per_s=312e12,
-        fp8_flop_per_s=None,
-        pcie_bytes_per_s=_PCIE4,
-        nvlink_bytes_per_s=300e9,
-        nvlink_gpus=_BRIDGE,
-    ),
-    # 80 GB SXM; 2,039 GB/s; NVLink 600 GB/s; the rest as above.
-    DataSheet(
-        name="A100-80G",
-        title="A100 80GB SXM",
-        words=("A100",),
-        source="NVIDIA A100 data sheet",
-        memory_bytes=80e9,
-        memory_bytes_per_s=2.039e12,
-        bf16_flop_per_s=312e12,
-        fp8_flop_per_s=None,
-        pcie_bytes_per_s=_PCIE4,
-        nvlink_bytes_per_s=300e9,
-        nvlink_gpus=_BOARD,
-    ),
-    # 48 GB; 864 GB/s; BF16 362.05 and FP8 733 TFLOPS, dense; no NVLink; PCIe Gen4 64 GB/s.
-    DataSheet(
-        name="L40S",
-        title="L40S",
-        words=("L40S",),
-        source="NVIDIA L40S data sheet",
-        memory_bytes=48e9,
-        memory_bytes_per_s=864e9,
-        bf16_flop_per_s=362.05e12,
-        fp8_flop_per_s=733e12,
-        pcie_bytes_per_s=_PCIE4,
-    ),
-    # 24 GB; 300 GB/s; BF16 242 and FP8 485 TFLOPS with sparsity; no NVLink; PCIe Gen4 64 GB/s.
-    DataSheet(
-        name="L4",
-        title="L4",
-        words=("L4",),
-        source="NVIDIA L4 data sheet",
-        memory_bytes=24e9,
-        memory_bytes_per_s=300e9,
-        bf16_flop_per_s=121e12,
-        fp8_flop_per_s=242.5e12,
-        pcie_bytes_per_s=_PCIE4,
-    ),
-    # 24 GB; 1,008 GB/s; dense with sums in float32: BF16 165.2 and FP8 330.3 TFLOPS; no NVLink; PCIe Gen4 x16.
-    DataSheet(
-        name="RTX-4090",
-        title="GeForce RTX 4090",
-        words=("RTX", "4090"),
-        source="NVIDIA Ada GPU Architecture white paper",
-        memory_bytes=24e9,
-        memory_bytes_per_s=1.008e12,
-        bf16_flop_per_s=165.2e12,
-        fp8_flop_per_s=330.3e12,
-        pcie_bytes_per_s=_PCIE4,
-    ),
-)
+def _read() -> tuple[DataSheet, ...]:
+    table = files("sgl_batch.planner") / "hardware" / "gpus.json"
+    return tuple(_sheet(row) for row in json.loads(table.read_text("utf-8")))
+
+
+def _sheet(row: Mapping[str, Any]) -> DataSheet:
+    """Return a row of the table, whose rates are in GB/s and TFLOPS as documents give them, in plain units."""
+    fp8, nvlink = row["fp8_tflops"], row.get("nvlink_gb_per_s")
+    return DataSheet(
+        name=row["name"],
+        title=row["title"],
+        words=tuple(row["words"]),
+        source=row["source"],
+        memory_bytes=row["memory_gb"] * _GIGA,
+        memory_bytes_per_s=row["memory_gb_per_s"] * _GIGA,
+        bf16_flop_per_s=row["bf16_tflops"] * _TERA,
+        fp8_flop_per_s=None if fp8 is None else fp8 * _TERA,
+        pcie_bytes_per_s=row["pcie_gb_per_s"] * _GIGA,
+        nvlink_bytes_per_s=None if nvlink is None else nvlink * _GIGA,
+        nvlink_gpus=row.get("nvlink_gpus", 1),
+        driver_memory_bytes=row.get("driver_memory_mib", 0) << 20,
+        driver_memory_source=row.get("driver_memory_source", ""),
+    )
+
+
+DATA_SHEETS: tuple[DataSheet, ...] = _read()
 
 
 def sheet_named(name: str) -> DataSheet:

@@ -152,3 +152,11 @@ def test_several_ranks_launch_without_graphs_and_agree_on_each_step():
     assert ranks.router[MOE].at(1) == pytest.approx(ASSUMPTIONS.host_launch_s + ASSUMPTIONS.launch_s, rel=0.01)
     assert alone.router[MOE].at(1) < ranks.router[MOE].at(1)
     assert ranks.step.decode.at(8) - alone.step.decode.at(8) == pytest.approx(ASSUMPTIONS.agree_s, rel=0.01)
+
+
+def test_memory_is_what_the_driver_reports_where_that_is_known():
+    assert sheet_named("H20").usable_bytes == 97871 << 20
+    assert sheet_named("RTX-4090").usable_bytes == sheet_named("RTX-4090").memory_bytes == 24e9
+    for sheet in DATA_SHEETS:
+        assert bool(sheet.driver_memory_bytes) == bool(sheet.driver_memory_source)
+        assert sheet.usable_bytes == pytest.approx(sheet.memory_bytes, rel=0.08)
