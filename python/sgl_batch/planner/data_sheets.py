@@ -2,8 +2,8 @@
 
 They stand in hardware/gpus.json, in the units of the documents, with what each document says. Products are dense: half
 of the number that a sheet gives with sparsity. PCIe and NVLink are one direction, half of a sheet's bidirectional
-number: 16 lanes of PCIe Gen4 are 32 GB/s, of Gen5 64. A sheet's GB of memory is counted as 10^9 bytes, which leaves some
-percent of it to the driver.
+number: 16 lanes of PCIe Gen4 are 32 GB/s, of Gen5 64. A sheet's GB of memory is counted as 10^9 bytes, which leaves
+some percent of it to the driver.
 """
 
 from __future__ import annotations

@@ -106,6 +106,7 @@ def rank_layers(model: ModelLayers, layout: Layout) -> ModelLayers:
         expert_bytes_each=model.expert_bytes_each / ranks,
         shared_bytes=model.shared_bytes / ranks,
         head_bytes=model.head_bytes / ranks,
+        embedding_bytes=model.embedding_bytes / ranks,
         prefill_flop=model.prefill_flop / ranks,
         decode_flop=model.decode_flop / ranks,
         kv_layer_bytes=model.kv_layer_bytes / kv_parts(model, layout),

@@ -36,7 +36,10 @@ class ModelLayers:
         head_bytes: Bytes of the weights that logits are computed with.
         prefill_flop, decode_flop: Operations of a layer's attention for a row and one token that it looks at.
         kv_heads: Into how many parts the KV of a token can be split.
-        weight_bytes: Bytes of one number of the weights of attention, MLPs and experts.
+        embedding_bytes: Bytes of the embedding of tokens, where it is not what logits are computed with.
+        weight_bytes: Bytes of one number of the weights of attention, MLPs and shared experts.
+        expert_weight_bytes: Bytes of one number of the routed experts; None where it is weight_bytes.
+        window, window_layers: How many layers attend only so many of the last tokens.
         ranks: How many ranks share the routed experts; each has rows of its own.
     """
 
@@ -54,13 +57,33 @@ class ModelLayers:
     prefill_flop: float = 0.0
     decode_flop: float = 0.0
     kv_heads: int = 1
+    embedding_bytes: float = 0.0
     weight_bytes: float = 2.0
+    expert_weight_bytes: float | None = None
+    window: int = 0
+    window_layers: int = 0
     ranks: int = 1
 
     @property
     def num_layers(self) -> int:
         """Return all layers."""
         return sum(self.layers.values())
+
+    @property
+    def expert_number_bytes(self) -> float:
+        """Return the bytes of one number of the routed experts."""
+        return self.expert_weight_bytes or self.weight_bytes
+
+    def parameters(self, item_bytes: float) -> tuple[float, float]:
+        """Return how many parameters there are, and through how many of them a token goes. Norms are left out.
+
+        `item_bytes`: of a number of the router, of embeddings and of what logits are computed with.
+        """
+        dense, sparse = self.layers.get(DENSE, 0), self.layers.get(MOE, 0)
+        plain = self.num_layers * self.attention_bytes + dense * self.dense_bytes + sparse * self.shared_bytes
+        always = plain / self.weight_bytes + (sparse * self.router_bytes + self.head_bytes) / item_bytes
+        expert = sparse * self.expert_bytes_each / self.expert_number_bytes
+        return always + self.embedding_bytes / item_bytes + self.experts * expert, always + self.top_k * expert
 
     def experts_reached(self, rows: float) -> float:
         """Return how many experts of a rank get rows, if each row chooses evenly and by itself.
@@ -106,8 +129,14 @@ def layer_kinds(text: Mapping[str, Any]) -> list[str]:
     return [DENSE if layer < dense_first or layer in only or (layer + 1) % step else MOE for layer in range(count)]
 
 
-def model_layers(text: Mapping[str, Any], *, item_bytes: int, weight_bytes: int) -> ModelLayers:
-    """Return the numbers of a model. `item_bytes`: of a number of KV and rows; `weight_bytes`: of a layer's weights."""
+def model_layers(
+    text: Mapping[str, Any], *, item_bytes: int, weight_bytes: float, expert_weight_bytes: float | None = None
+) -> ModelLayers:
+    """Return the numbers of a model.
+
+    `item_bytes`: of a number of KV and rows; `weight_bytes`: of a layer's weights; `expert_weight_bytes`: of those of
+    the routed experts, where their number type is another one.
+    """
     kinds, hidden = layer_kinds(text), number(text.get, "hidden_size", "n_embd")
     vocabulary = number(text.get, "vocab_size")
     shape = shape_of(
@@ -120,23 +149,34 @@ def model_layers(text: Mapping[str, Any], *, item_bytes: int, weight_bytes: int)
     )
     shared = number(text.get, "n_shared_experts") * shape.expert_width if shape.experts else 0
     prefill_flop, decode_flop = _attention_flop(text.get)
+    expert_numbers = 3 * hidden * shape.expert_width
+    head_bytes = hidden * vocabulary * item_bytes
     return ModelLayers(
         layers={kind: kinds.count(kind) for kind in (DENSE, MOE) if kind in kinds},
         attention_bytes=_attention_weights(text.get, shape) * weight_bytes,
         dense_bytes=3 * hidden * number(text.get, "intermediate_size", "n_inner") * weight_bytes,
-        expert_bytes_each=3 * hidden * shape.expert_width * weight_bytes,
+        expert_bytes_each=expert_numbers * (expert_weight_bytes or weight_bytes),
         experts=shape.experts,
         top_k=shape.top_k or shape.experts,
         kv_layer_bytes=kv_token_bytes(text.get, item_bytes) / len(kinds),
         hidden_bytes=hidden * item_bytes,
         shared_bytes=3 * hidden * number(text.get, "shared_expert_intermediate_size", default=shared) * weight_bytes,
         router_bytes=hidden * shape.experts * item_bytes,
-        head_bytes=hidden * vocabulary * item_bytes,
+        head_bytes=head_bytes,
         prefill_flop=prefill_flop,
         decode_flop=decode_flop,
         kv_heads=_kv_heads(text.get),
+        embedding_bytes=0 if text.get("tie_word_embeddings") else head_bytes,
         weight_bytes=weight_bytes,
+        expert_weight_bytes=expert_weight_bytes,
+        window=number(text.get, "sliding_window"),
+        window_layers=_window_layers(text),
     )
+
+
+def _window_layers(text: Mapping[str, Any]) -> int:
+    """Return how many layers attend a window: those that layer_types names, in the form of gpt-oss."""
+    return list(text.get("layer_types") or ()).count("sliding_attention") if text.get("sliding_window") else 0
 
 
 def _kv_heads(value: Value) -> int:

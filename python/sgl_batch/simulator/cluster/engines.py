@@ -1,0 +1,126 @@
+"""Owns the engines that are compared. What their kernels reach is assumed, the same where nothing differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.planner.candidate import DEVICE, INCLUSIVE, STREAMED
+from sgl_batch.simulator.cluster.assumed import NOTHING, Assumed
+from sgl_batch.simulator.cluster.engine_settings import ALL_TO_ALL, GATHER, EngineSettings
+from sgl_batch.simulator.cluster.regime import DATA_PARALLEL, EXPERT_PARALLEL, HOST
+
+_GIB = float(1 << 30)
+_TABLE_2 = "BatchGen, Table 2"
+
+BATCHGEN = EngineSettings(
+    name="batchgen",
+    title="BatchGen",
+    reserve_bytes=Assumed(10 * _GIB, 6 * _GIB, 18 * _GIB, "process, exchange buffers, rings of experts, a pass"),
+    host_reserve_bytes=Assumed(100e9, 50e9, 300e9, "system, processes, page cache"),
+    step_s=Assumed(2e-3, 5e-4, 5e-3, "logits' sampling and the scheduler, one step after the other"),
+    step_row_s=Assumed(2e-6, 0.0, 1e-5, "metadata of a sequence"),
+    agree_s=Assumed(3e-4, 1e-4, 1e-3, "a small all-gather between hosts"),
+    boundary_s=Assumed(7.5e-3, 5e-3, 10e-3, _TABLE_2),
+    partition_s=Assumed(7.5, 5.0, 10.0, _TABLE_2),
+    layer_s=Assumed(5e-5, 2e-5, 1e-4, "some 30 kernels with gaps of 1 to 3 microseconds"),
+    launch_s=Assumed(6e-4, 3e-4, 1.2e-3, "some 50 launches from Python"),
+    expert_s=Assumed(0.0, 0.0, 2e-6, "one kernel computes all experts"),
+    exchange_s=Assumed(3e-5, 1.5e-5, 8e-5, "a collective call of few bytes within and between nodes"),
+    memory_share=Assumed(0.85, 0.75, 0.93, "long reads"),
+    copy_share=Assumed(0.86, 0.75, 0.92, "pinned copies of megabytes"),
+    exchange_share=Assumed(0.75, 0.5, 0.9, "collectives of megabytes"),
+    products_share=Assumed(0.9, 0.75, 1.0, "kernels for groups of matrices, with their quantisation"),
+    attention_share=Assumed(0.85, 0.6, 1.0, "attention kernels of the Hopper generation"),
+    host_share=Assumed(0.6, 0.4, 0.8, "attention on processors"),
+    skew=Assumed(1.25, 1.05, 1.6, "experts are chosen unevenly"),
+    overlap=Assumed(0.95, 0.8, 1.0, "copies by streams of their own"),
+    exchange=ALL_TO_ALL,
+    kv=(DEVICE, INCLUSIVE, STREAMED),
+    prefill=(EXPERT_PARALLEL, DATA_PARALLEL),
+    attention=(DEVICE, HOST),
+    streams_weights=True,
+    chunk_tokens=65536,
+    dispatch_bytes=1.0,
+)
+
+SGLANG = replace(
+    BATCHGEN,
+    name="sglang",
+    title="SGLang 0.5.5",
+    reserve_bytes=Assumed(11 * _GIB, 7 * _GIB, 18 * _GIB, "process, gathered rows, graphs, a pass; tuned to the limit"),
+    step_s=Assumed(8e-4, 2e-4, 2.5e-3, "the scheduler runs behind the device's work"),
+    boundary_s=NOTHING,
+    partition_s=NOTHING,
+    launch_s=Assumed(8e-4, 4e-4, 1.4e-3, "some 60 launches from Python"),
+    kv=(DEVICE,),
+    prefill=(EXPERT_PARALLEL,),
+    attention=(DEVICE,),
+    streams_weights=False,
+    exchange=GATHER,
+    padded_gather=True,
+    ragged_gather=2.0,
+    chunk_tokens=8192,
+    graph_rows=128,
+)
+
+VLLM = replace(
+    SGLANG,
+    name="vllm",
+    title="vLLM 0.11.2",
+    reserve_bytes=Assumed(10 * _GIB, 7 * _GIB, 18 * _GIB, "process, gathered rows, graphs, a pass"),
+    step_s=Assumed(1.5e-3, 4e-4, 4e-3, "the scheduler runs partly behind the device's work"),
+    ragged_gather=1.0,
+    graph_rows=512,
+    mixed_graphs=True,
+)
+
+# Layer by layer from host memory: they differ in what lies where, and in how much copies hide.
+_BY_LAYER = replace(
+    BATCHGEN,
+    exchange=GATHER,
+    data_attention=False,
+    tensor_attention=False,
+    reserve_bytes=Assumed(3 * _GIB, 1.5 * _GIB, 6 * _GIB, "process, two layers of weights in part, a pass"),
+    step_s=Assumed(3e-3, 1e-3, 1e-2, "a step in Python"),
+    expert_s=Assumed(6e-5, 2e-5, 1.5e-4, "some launches for each expert"),
+    boundary_s=NOTHING,
+    partition_s=NOTHING,
+    prefill=(EXPERT_PARALLEL,),
+    by_layer=True,
+    chunk_tokens=16384,
+)
+
+FLEXGEN = replace(
+    _BY_LAYER,
+    name="flexgen",
+    title="FlexGen",
+    kv=(INCLUSIVE, STREAMED),
+    attention=(DEVICE, HOST),
+    overlap=Assumed(0.8, 0.5, 1.0, "six streams in lockstep, a block of batches at a time"),
+)
+MOE_LIGHTNING = replace(
+    _BY_LAYER,
+    name="moe-lightning",
+    title="MoE-Lightning",
+    kv=(INCLUSIVE,),
+    attention=(HOST,),
+    overlap=Assumed(0.92, 0.75, 1.0, "attention of one micro-batch on the host beside the weights of the next"),
+)
+DEEPSPEED = replace(
+    _BY_LAYER,
+    name="deepspeed",
+    title="DeepSpeed ZeRO-Inference",
+    kv=(DEVICE, STREAMED),
+    attention=(DEVICE,),
+    overlap=Assumed(0.6, 0.3, 0.9, "the next layer is prefetched; kernels are launched from Python"),
+)
+ENGINES: tuple[EngineSettings, ...] = (BATCHGEN, SGLANG, VLLM, FLEXGEN, MOE_LIGHTNING, DEEPSPEED)
+
+
+def engine_named(name: str) -> EngineSettings:
+    """Return an engine by its name, in any case. Raises ConfigError, which lists the names."""
+    for engine in ENGINES:
+        if engine.name == name.lower():
+            return engine
+    raise ConfigError(f"there is no engine {name!r} here; it is one of {', '.join(one.name for one in ENGINES)}")
