@@ -50,6 +50,8 @@ def rank_memory(
     total = cluster.sheet.usable_bytes
     weights = device_weights(model, engine, layout, regime)
     reserve = engine.reserve_bytes.best
+    if layout.ranks > 1 and not layout.tensor:
+        reserve += engine.ranks_reserve_bytes.best
     kv_token = model.kv_token_bytes / kv_parts(model.layers, layout)
     left = total - weights - reserve
     tokens = int(left // kv_token) if left > 0 else 0

@@ -28,6 +28,7 @@ from sgl_batch.simulator.work import PassWork
 
 ATTENTION, MATRICES, EXPERTS, SHARED, ROUTER, LOGITS = "attention", "matrices", "experts", "shared", "router", "logits"
 TILES, SKEW, LAUNCHES, AGREEMENT, HOST_ATTENTION = "tiles", "skew", "launches", "agreement", "attention on the host"
+ROWS = "rows in memory"
 # Of a number of the key that passes are remembered by: so many significant bits, rounded up by less than a percent.
 _KEY_BITS = 8
 _DETAILED = f"{DATA_SHEET}, times shares that are {ASSUMED}"
@@ -51,6 +52,15 @@ class _Sums:
         self.add(part, MEMORY if memory_s >= compute_s else COMPUTE, times * seconds)
         return seconds
 
+    def add_matrix(
+        self, part: str, rates: Rates, num_bytes: float, number_bytes: float, rows: float, times: int
+    ) -> float:
+        """Add matrices of so many bytes, times so many rows, so many times; return the seconds of one time."""
+        memory_s, compute_s = rates.matrix_s(num_bytes, number_bytes, rows)
+        seconds = rates.together(memory_s, compute_s)
+        self.add(part, MEMORY if memory_s >= compute_s else COMPUTE, times * seconds)
+        return seconds
+
 
 class ClusterCosts:
     """Seconds of what one instance of a deployment does; fulfils simulator.work.Costs.
@@ -67,7 +77,7 @@ class ClusterCosts:
         self, model: ClusterModel, cluster: Cluster, engine: EngineSettings, layout: Layout, regime: Regime
     ) -> None:
         self.sources: Mapping[str, str] = {
-            **dict.fromkeys((ATTENTION, MATRICES, EXPERTS, SHARED, ROUTER, LOGITS), _DETAILED),
+            **dict.fromkeys((ATTENTION, MATRICES, EXPERTS, SHARED, ROUTER, LOGITS, ROWS), _DETAILED),
             **dict.fromkeys((WEIGHTS, COPIES, EXCHANGE, HOST_ATTENTION), _DETAILED),
             **dict.fromkeys((TILES, SKEW, LAUNCHES, AGREEMENT, STEP), ASSUMED),
         }
@@ -129,7 +139,7 @@ class ClusterCosts:
             self._add_layer(sums, work, kind, count)
         tokens = work.prompt_tokens + work.rows
         answered = work.prompts + work.rows
-        sums.add_longer(LOGITS, *self._rates.matrix_s(self._mine.head_bytes, ITEM_BYTES, answered), 1.0)
+        sums.add_matrix(LOGITS, self._rates, self._mine.head_bytes, ITEM_BYTES, answered, 1)
         if tokens:
             sums.add(STEP, OVERHEAD, engine.step_s.best + engine.step_row_s.best * answered)
             sums.add(AGREEMENT, OVERHEAD, engine.agree_s.best if self._layout.ranks > 1 else 0.0)
@@ -138,23 +148,22 @@ class ClusterCosts:
 
     def _add_layer(self, sums: _Sums, work: PassWork, kind: str, count: int) -> None:
         """Add so many layers of a kind."""
-        mine, tokens = self._mine, work.prompt_tokens + work.rows
-        device_s = sums.add_longer(
-            MATRICES, *self._rates.matrix_s(mine.attention_bytes, mine.weight_bytes, tokens), count
-        )
+        mine, rates, tokens = self._mine, self._rates, work.prompt_tokens + work.rows
+        device_s = sums.add_matrix(MATRICES, rates, mine.attention_bytes, mine.weight_bytes, tokens, count)
         device_s += self._add_attention(sums, work, count)
         experts = NO_EXPERTS
         if kind == MOE:
-            device_s += self._add_plain(sums, ROUTER, mine.router_bytes, ITEM_BYTES, tokens, count)
-            device_s += self._add_plain(sums, SHARED, mine.shared_bytes, mine.weight_bytes, tokens, count)
+            device_s += sums.add_matrix(ROUTER, rates, mine.router_bytes, ITEM_BYTES, tokens, count)
+            device_s += sums.add_matrix(SHARED, rates, mine.shared_bytes, mine.weight_bytes, tokens, count)
             experts = self._expert_time(work)
-            sums.add_longer(EXPERTS, experts.memory_s, experts.compute_s, count)
+            sums.add(EXPERTS, MEMORY if experts.memory_s >= experts.compute_s else COMPUTE, count * experts.work_s)
             sums.add(TILES, COMPUTE, count * experts.tiles_s)
             sums.add(SKEW, COMPUTE, count * experts.skew_s)
             sums.add(LAUNCHES, OVERHEAD, count * experts.calls_s)
             device_s += experts.seconds
         else:
-            device_s += self._add_plain(sums, SHARED, mine.dense_bytes, mine.weight_bytes, tokens, count)
+            device_s += sums.add_matrix(SHARED, rates, mine.dense_bytes, mine.weight_bytes, tokens, count)
+        device_s += self._add_row_passes(sums, work, kind, count)
         exchange = self._exchange_time(work, kind)
         sums.add(EXCHANGE, EXCHANGE, count * exchange.seconds)
         device_s += exchange.seconds
@@ -162,10 +171,16 @@ class ClusterCosts:
         sums.add(LAUNCHES, OVERHEAD, count * launches_s)
         self._add_waits(sums, work, kind, experts, device_s + launches_s, count)
 
-    def _add_plain(
-        self, sums: _Sums, part: str, num_bytes: float, number_bytes: float, rows: float, count: int
-    ) -> float:
-        return sums.add_longer(part, *self._rates.matrix_s(num_bytes, number_bytes, rows), count)
+    def _add_row_passes(self, sums: _Sums, work: PassWork, kind: str, count: int) -> float:
+        """Add what reads and writes rows in device memory beside matrices; return the seconds of one layer."""
+        engine, model, tokens = self._engine, self._model, work.prompt_tokens + work.rows
+        passes = engine.row_passes.best * tokens
+        if kind == MOE:
+            mine = tokens if self._is_alone(work) else max(work.all_rows, tokens) / self._layout.ranks
+            passes += engine.choice_passes.best * model.top_k * mine
+        seconds = passes * model.hidden_bytes / self._rates.memory
+        sums.add(ROWS, MEMORY, count * seconds)
+        return seconds
 
     def _add_attention(self, sums: _Sums, work: PassWork, count: int) -> float:
         """Add the device's attention of so many layers; return the seconds of one, with windows counted on average."""

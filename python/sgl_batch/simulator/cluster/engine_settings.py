@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sgl_batch.planner.candidate import DEVICE
-from sgl_batch.planner.roofline import Knots
 from sgl_batch.simulator.cluster.assumed import NOTHING, Assumed, assumed_of, variants
 from sgl_batch.simulator.cluster.regime import EXPERT_PARALLEL
 
 GATHER, ALL_TO_ALL = "gather", "all-to-all"
-# Of the products that a kernel reaches with many rows: so much with few rows of one matrix, counted in whole tiles.
-ROWS_SHARE = Knots(((16.0, 0.25), (64.0, 0.6), (256.0, 0.9), (1024.0, 1.0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +35,8 @@ class EngineSettings:
         dispatch_bytes: Of one number of a row that is sent to an expert, in an all-to-all.
 
     What is assumed:
-        reserve_bytes: Device memory of a rank that is neither weights nor KV: the process, workspaces, graphs, what a
-            pass takes.
+        reserve_bytes: Device memory that is neither weights nor KV: the process, workspaces, graphs, what a pass takes.
+        ranks_reserve_bytes: What ranks with attention of their own take beside it for rows of others.
         host_reserve_bytes: Host memory of a node that is neither weights nor KV.
         step_s, step_row_s: Seconds of a pass beside its layers, for which the device waits, and of each sequence.
         agree_s: Seconds in which ranks agree on a pass.
@@ -49,8 +46,13 @@ class EngineSettings:
         expert_s: Seconds of each expert that is reached, beside its work.
         exchange_s: Seconds of one collective call beside its bytes.
         memory_share, copy_share, exchange_share: Of the bandwidths of device memory, the host link, and between GPUs.
-        products_share, attention_share: Of the products that a large plain product reaches, of experts and other
-            matrices, and of attention.
+        products_share, expert_share: Of the products that a large plain product reaches on the GPU, which other
+            matrices and experts reach.
+        attention_share: Of the products that long attention reaches on the GPU.
+        corner: How far reading and products overlap where both take long: 1 where they take turns, and the larger it
+            is, the nearer is their time together to the longer of both.
+        row_passes: How often a layer reads or writes a row's hidden state beside its matrices, and `choice_passes` the
+            row's copy of each choice of an expert.
         host_share: Of the host's bandwidth and products, for attention there.
         skew: Rows of the rank with most of the experts' work, of the mean.
         overlap: The share of copies that runs behind the device's work, where there is enough of it.
@@ -59,6 +61,7 @@ class EngineSettings:
     name: str
     title: str
     reserve_bytes: Assumed
+    ranks_reserve_bytes: Assumed
     host_reserve_bytes: Assumed
     step_s: Assumed
     step_row_s: Assumed
@@ -71,7 +74,11 @@ class EngineSettings:
     copy_share: Assumed
     exchange_share: Assumed
     products_share: Assumed
+    expert_share: Assumed
     attention_share: Assumed
+    corner: Assumed
+    row_passes: Assumed
+    choice_passes: Assumed
     host_share: Assumed
     skew: Assumed
     overlap: Assumed
@@ -93,7 +100,6 @@ class EngineSettings:
     padded_gather: bool = False
     ragged_gather: float = 1.0
     dispatch_bytes: float = 2.0
-    rows_share: Knots = ROWS_SHARE
 
     def assumed(self) -> dict[str, Assumed]:
         """Return what is assumed, by field."""

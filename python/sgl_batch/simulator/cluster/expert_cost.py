@@ -15,6 +15,7 @@ class ExpertTime:
 
     Attributes:
         memory_s, compute_s: Of reading the experts that get rows, and of the products of these rows, evenly spread.
+        work_s: Of both together.
         tiles_s: What rows add that fill up tiles.
         skew_s: What the rank adds whose experts are chosen most.
         calls_s: Of each expert beside its work.
@@ -23,15 +24,11 @@ class ExpertTime:
 
     memory_s: float
     compute_s: float
+    work_s: float
     tiles_s: float
     skew_s: float
     calls_s: float
     reached: float
-
-    @property
-    def work_s(self) -> float:
-        """Return the seconds of the experts with full tiles and even choices."""
-        return max(self.memory_s, self.compute_s)
 
     @property
     def seconds(self) -> float:
@@ -39,7 +36,7 @@ class ExpertTime:
         return self.work_s + self.tiles_s + self.skew_s + self.calls_s
 
 
-NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class ExpertCost:
@@ -79,19 +76,17 @@ class ExpertCost:
         each = rows * model.top_k / model.experts / hit
         size = model.expert_bytes_each / pieces
         memory_s = reached * size / self._rates.memory
-        plain_s = self._products_s(reached, size, each, each)
-        tiled_s = max(plain_s, self._products_s(reached, size, self._in_tiles(each), each))
-        work_s = max(memory_s, plain_s)
-        with_tiles = max(memory_s, tiled_s)
+        plain_s = self._products_s(reached, size, each)
+        work_s = self._rates.together(memory_s, plain_s)
+        with_tiles = self._rates.together(memory_s, self._products_s(reached, size, self._in_tiles(each)))
         with_skew = with_tiles
         if skew > 1.0:
-            busy = each * skew
-            most = min(model.experts * part, reached * skew)
-            skewed_s = self._products_s(reached, size, self._in_tiles(busy), busy)
-            with_skew = max(with_tiles, skewed_s, most * size / self._rates.memory)
+            most_s = min(model.experts * part, reached * skew) * size / self._rates.memory
+            with_skew = self._rates.together(most_s, self._products_s(reached, size, self._in_tiles(each * skew)))
         return ExpertTime(
             memory_s=memory_s,
             compute_s=plain_s,
+            work_s=work_s,
             tiles_s=with_tiles - work_s,
             skew_s=with_skew - with_tiles,
             calls_s=reached * self._expert_s,
@@ -102,11 +97,7 @@ class ExpertCost:
         """Return the rows that a kernel computes for so many of one expert: on average half a tile more."""
         return self._tile * max(1.0, rows / self._tile + 0.5)
 
-    def _products_s(self, experts: float, size: float, rows: float, filled: float) -> float:
-        """Return the seconds of products of so many rows with each of so many experts.
-
-        `filled`: the rows among them that are asked for. Where tiles are counted, few rows cost what a tile costs.
-        """
+    def _products_s(self, experts: float, size: float, rows: float) -> float:
+        """Return the seconds of products of so many rows with each of so many experts."""
         number = self._model.expert_number_bytes
-        share = self._rates.rows_share.at(max(rows, self._tile, filled))
-        return experts * 2.0 * size / number * rows / (self._rates.products(number) * share)
+        return experts * 2.0 * size / number * rows / (self._rates.products(number) * self._rates.experts)

@@ -29,7 +29,8 @@ class Cluster:
         cpu_flop_per_s: Of a node.
         gpus_per_uplink: GPUs that share one link to host memory of the sheet's rate.
         network_bytes_per_s: Between nodes, for each GPU and direction.
-        reach: The share of the sheet's products that a large plain product reaches.
+        reach, attention_reach: The shares of the sheet's products that a large plain product reaches, and long
+            attention.
         says: What the host is.
     """
 
@@ -43,6 +44,7 @@ class Cluster:
     gpus_per_uplink: Assumed
     network_bytes_per_s: Assumed
     reach: Assumed
+    attention_reach: Assumed
     says: str
 
     @property
@@ -89,6 +91,7 @@ def cluster_named(name: str) -> Cluster:
         gpus_per_uplink=_scaled(host["gpus_per_uplink"], 1),
         network_bytes_per_s=_scaled(host["network_gb_per_s"], _GIGA),
         reach=_scaled(entry["reach"], 1),
+        attention_reach=_scaled(entry["attention_reach"], 1),
         says=host["says"],
     )
 
