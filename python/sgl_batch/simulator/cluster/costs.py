@@ -106,10 +106,11 @@ class ClusterCosts:
             _up(work.rows),
             _up(work.kv_tokens),
             _up(work.all_rows),
+            int(work.streams),
         )
         found = self._known.get(key)
         if found is None:
-            prompts, tokens, pairs, rows, kv_tokens, all_rows = key
+            prompts, tokens, pairs, rows, kv_tokens, all_rows, streams = key
             found = self.of_exactly(
                 PassWork(
                     prompts=prompts,
@@ -118,6 +119,7 @@ class ClusterCosts:
                     rows=rows,
                     kv_tokens=kv_tokens,
                     all_rows=all_rows,
+                    streams=bool(streams),
                 )
             )
             self._known[key] = found
@@ -246,7 +248,8 @@ class ClusterCosts:
         _, looked_at = self._seen(work)
         kv_bytes = self._kv_token_bytes / self._model.num_layers
         weights_s = self._fetched_bytes(work, kind, experts) / rates.link
-        brought = looked_at * kv_bytes if regime.kv == STREAMED and regime.attention == DEVICE else 0.0
+        is_streamed = (regime.kv == STREAMED or work.streams) and regime.attention == DEVICE
+        brought = looked_at * kv_bytes if is_streamed else 0.0
         stored = tokens * kv_bytes if regime.has_store else 0.0
         host_s = 0.0
         if regime.attention == HOST and work.rows:
