@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -47,6 +48,16 @@ def assumed_of(holder: DataclassInstance) -> dict[str, Assumed]:
     """Return the assumed numbers of a dataclass, by field."""
     found = {field.name: getattr(holder, field.name) for field in fields(holder)}
     return {name: value for name, value in found.items() if isinstance(value, Assumed)}
+
+
+def drawn(holder: _Holder, random: Random) -> _Holder:
+    """Return a dataclass with each assumed number drawn between its ends, most often near its best guess."""
+    changes: dict[str, Any] = {
+        name: replace(value, best=random.triangular(value.low, value.high, value.best))
+        for name, value in assumed_of(holder).items()
+        if value.low < value.high
+    }
+    return replace(holder, **changes)
 
 
 def variants(holder: _Holder) -> Iterator[tuple[str, str, _Holder]]:

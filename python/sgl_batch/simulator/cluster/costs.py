@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sgl_batch.planner.candidate import DEVICE, STREAMED
 from sgl_batch.planner.layer_dag import EXCHANGE
 from sgl_batch.planner.layouts import Layout, kv_parts, rank_layers
 from sgl_batch.planner.model_layers import MOE
 from sgl_batch.planner.pass_cost import COPIES, STEP, WEIGHTS, PassTime
-from sgl_batch.planner.roofline import COMPUTE, MEMORY, OVERHEAD
+from sgl_batch.planner.roofline import COMPUTE, MEMORY, OVERHEAD, Knots
 from sgl_batch.planner.sheet_costs import DATA_SHEET
 from sgl_batch.simulator.cluster.assumed import ASSUMED
 from sgl_batch.simulator.cluster.engine_settings import EngineSettings
 from sgl_batch.simulator.cluster.exchange_cost import NO_EXCHANGE, ExchangeCost, ExchangeTime
 from sgl_batch.simulator.cluster.expert_cost import NO_EXPERTS, ExpertCost, ExpertTime
 from sgl_batch.simulator.cluster.hardware import Cluster
+from sgl_batch.simulator.cluster.host_link import HostLink
+from sgl_batch.simulator.cluster.measured import MeasuredModules
 from sgl_batch.simulator.cluster.models import ITEM_BYTES, ClusterModel
 from sgl_batch.simulator.cluster.rates import Rates, rates_of
 from sgl_batch.simulator.cluster.regime import DATA_PARALLEL, HOST, Regime
@@ -31,6 +32,8 @@ TILES, SKEW, LAUNCHES, AGREEMENT, HOST_ATTENTION = "tiles", "skew", "launches", 
 ROWS = "rows in memory"
 # Of a number of the key that passes are remembered by: so many significant bits, rounded up by less than a percent.
 _KEY_BITS = 8
+# Of the products that long prompts reach in attention, those of shorter ones: tiles on the diagonal are not full.
+_LENGTH_SHARE = Knots(((64.0, 0.25), (256.0, 0.45), (1024.0, 0.75), (4096.0, 0.95), (8192.0, 1.0)))
 _DETAILED = f"{DATA_SHEET}, times shares that are {ASSUMED}"
 
 
@@ -45,12 +48,6 @@ class _Sums:
         if seconds:
             self.parts[part] += seconds
             self.bounds[bound] += seconds
-
-    def add_longer(self, part: str, memory_s: float, compute_s: float, times: float) -> float:
-        """Add the longer of two times that overlap, and return it."""
-        seconds = max(memory_s, compute_s)
-        self.add(part, MEMORY if memory_s >= compute_s else COMPUTE, times * seconds)
-        return seconds
 
     def add_matrix(
         self, part: str, rates: Rates, num_bytes: float, number_bytes: float, rows: float, times: int
@@ -71,13 +68,24 @@ class ClusterCosts:
         engine: What runs it.
         layout: The ranks of an instance.
         regime: Where weights, KV and attention lie.
+        measured: Seconds of measured kernels, which count where they have an entry; None for the roofline alone.
     """
 
     def __init__(
-        self, model: ClusterModel, cluster: Cluster, engine: EngineSettings, layout: Layout, regime: Regime
+        self,
+        model: ClusterModel,
+        cluster: Cluster,
+        engine: EngineSettings,
+        layout: Layout,
+        regime: Regime,
+        measured: MeasuredModules | None = None,
     ) -> None:
+        # Tables have no slices of matrices, of which tensor parallel ranks have one each.
+        self._measured = None if layout.tensor or engine.tensor_experts else measured
+        kernels = f"{self._measured.tables.name} as far as they go, else {_DETAILED}" if self._measured else _DETAILED
         self.sources: Mapping[str, str] = {
-            **dict.fromkeys((ATTENTION, MATRICES, EXPERTS, SHARED, ROUTER, LOGITS, ROWS), _DETAILED),
+            **dict.fromkeys((ATTENTION, MATRICES, EXPERTS), kernels),
+            **dict.fromkeys((SHARED, ROUTER, LOGITS, ROWS), _DETAILED),
             **dict.fromkeys((WEIGHTS, COPIES, EXCHANGE, HOST_ATTENTION), _DETAILED),
             **dict.fromkeys((TILES, SKEW, LAUNCHES, AGREEMENT, STEP), ASSUMED),
         }
@@ -89,7 +97,8 @@ class ClusterCosts:
         self._exchange = ExchangeCost(model.layers, engine, self._rates, ranks=layout.ranks)
         self._spans_cluster = cluster.gpus > cluster.node_gpus
         self._kv_token_bytes = model.kv_token_bytes / kv_parts(model.layers, layout)
-        self._moe_layers = max(model.layers.layers.get(MOE, 0), 1)
+        kv_layer_bytes = self._kv_token_bytes / model.layers.num_layers
+        self._link = HostLink(model.layers, self._mine, engine, layout, regime, self._rates, kv_layer_bytes)
         self._known: dict[tuple[int, ...], PassTime] = {}
 
     @property
@@ -151,7 +160,7 @@ class ClusterCosts:
     def _add_layer(self, sums: _Sums, work: PassWork, kind: str, count: int) -> None:
         """Add so many layers of a kind."""
         mine, rates, tokens = self._mine, self._rates, work.prompt_tokens + work.rows
-        device_s = sums.add_matrix(MATRICES, rates, mine.attention_bytes, mine.weight_bytes, tokens, count)
+        device_s = self._add_attention_matrices(sums, tokens, count)
         device_s += self._add_attention(sums, work, count)
         experts = NO_EXPERTS
         if kind == MOE:
@@ -171,7 +180,21 @@ class ClusterCosts:
         device_s += exchange.seconds
         launches_s = self._launches_s(work, device_s)
         sums.add(LAUNCHES, OVERHEAD, count * launches_s)
-        self._add_waits(sums, work, kind, experts, device_s + launches_s, count)
+        _, looked_at = self._seen(work)
+        waits = self._link.waits(work, kind, experts, looked_at, device_s + launches_s, alone=self._is_alone(work))
+        sums.add(WEIGHTS, COPIES, count * waits.weights_s)
+        sums.add(COPIES, COPIES, count * waits.copies_s)
+        sums.add(HOST_ATTENTION, HOST_ATTENTION, count * waits.host_s)
+
+    def _add_attention_matrices(self, sums: _Sums, tokens: int, count: int) -> float:
+        """Add the matrices of attention of so many layers; return the seconds of one."""
+        mine = self._mine
+        measured_s = self._measured.matrices_s(tokens) if self._measured else None
+        if measured_s is None:
+            return sums.add_matrix(MATRICES, self._rates, mine.attention_bytes, mine.weight_bytes, tokens, count)
+        memory_s, compute_s = self._rates.matrix_s(mine.attention_bytes, mine.weight_bytes, tokens)
+        sums.add(MATRICES, MEMORY if memory_s >= compute_s else COMPUTE, count * measured_s)
+        return measured_s
 
     def _add_row_passes(self, sums: _Sums, work: PassWork, kind: str, count: int) -> float:
         """Add what reads and writes rows in device memory beside matrices; return the seconds of one layer."""
@@ -188,13 +211,19 @@ class ClusterCosts:
         """Add the device's attention of so many layers; return the seconds of one, with windows counted on average."""
         model, rates = self._mine, self._rates
         pairs, looked_at = self._seen(work)
-        prompts_s = pairs * model.prefill_flop / rates.attention
-        # Its keys and values are written once and read at least once.
+        length = max(2 * pairs / work.prompt_tokens, 1.0) if work.prompt_tokens else 1.0
+        prompts_s = pairs * model.prefill_flop / (rates.attention * _LENGTH_SHARE.at(length))
+        memory_s, compute_s = looked_at * model.kv_layer_bytes / rates.memory, looked_at * model.decode_flop
+        compute_s /= rates.attention
+        decode_s = max(memory_s, compute_s)
+        if self._measured:
+            prompts_s = self._measured.prompts_s(work.prompt_tokens, pairs) or prompts_s
+            decode_s = self._measured.decode_s(work.rows, looked_at) or decode_s
         sums.add(ATTENTION, COMPUTE, count * prompts_s)
         if self._regime.attention == HOST:
             return prompts_s
-        memory_s = looked_at * model.kv_layer_bytes / rates.memory
-        return prompts_s + sums.add_longer(ATTENTION, memory_s, looked_at * model.decode_flop / rates.attention, count)
+        sums.add(ATTENTION, MEMORY if memory_s >= compute_s else COMPUTE, count * decode_s)
+        return prompts_s + decode_s
 
     def _seen(self, work: PassWork) -> tuple[float, float]:
         """Return pairs of prompts, and tokens that decoded rows look at, of a layer on average over its windows."""
@@ -214,10 +243,12 @@ class ClusterCosts:
         return self._regime.prefill == DATA_PARALLEL and work.prompt_tokens > 0 and work.rows == 0
 
     def _expert_time(self, work: PassWork) -> ExpertTime:
-        tokens = work.prompt_tokens + work.rows
-        if self._is_alone(work):
-            return self._experts.alone(tokens)
-        return self._experts.shared(tokens if self._layout.tensor else max(work.all_rows, tokens))
+        tokens, alone = work.prompt_tokens + work.rows, self._is_alone(work)
+        rows = tokens if alone or self._layout.tensor else max(work.all_rows, tokens)
+        time = self._experts.alone(rows) if alone else self._experts.shared(rows)
+        measured_s = self._measured.experts_s(rows, alone=alone) if self._measured and rows else None
+        # A kernel's time has its tiles in it; uneven choices add as much as the roofline says.
+        return time if measured_s is None else replace(time, work_s=measured_s, tiles_s=0.0)
 
     def _exchange_time(self, work: PassWork, kind: str) -> ExchangeTime:
         tokens = work.prompt_tokens + work.rows
@@ -235,53 +266,6 @@ class ClusterCosts:
         is_captured = rows <= engine.graph_rows and (not work.prompt_tokens or engine.mixed_graphs)
         waits_s = 0.0 if is_captured else max(0.0, engine.launch_s.best - device_s)
         return max(engine.layer_s.best, waits_s)
-
-    def _add_waits(
-        self, sums: _Sums, work: PassWork, kind: str, experts: ExpertTime, device_s: float, count: int
-    ) -> None:
-        """Add what a layer waits for host memory and the host, beyond what the device's work hides.
-
-        Both directions of the link work at once. Of what goes on at one time, `overlap` of all but the longest hides.
-        """
-        rates, regime = self._rates, self._regime
-        tokens = work.prompt_tokens + work.rows
-        _, looked_at = self._seen(work)
-        kv_bytes = self._kv_token_bytes / self._model.num_layers
-        weights_s = self._fetched_bytes(work, kind, experts) / rates.link
-        is_streamed = (regime.kv == STREAMED or work.streams) and regime.attention == DEVICE
-        brought = looked_at * kv_bytes if is_streamed else 0.0
-        stored = tokens * kv_bytes if regime.has_store else 0.0
-        host_s = 0.0
-        if regime.attention == HOST and work.rows:
-            host_s = max(looked_at * kv_bytes / rates.host_memory, looked_at * self._mine.decode_flop / rates.host_flop)
-            brought += 2 * work.rows * self._model.hidden_bytes
-        copies_s = brought / rates.link
-        copies_s = max(copies_s, stored / rates.link - weights_s)
-        if not (weights_s or copies_s or host_s):
-            return
-        link_s = weights_s + copies_s
-        longest = max(device_s, link_s, host_s)
-        whole = longest + (1 - self._engine.overlap.best) * (device_s + link_s + host_s - longest)
-        share = (whole - device_s) / (link_s + host_s)
-        sums.add(WEIGHTS, COPIES, count * share * weights_s)
-        sums.add(COPIES, COPIES, count * share * copies_s)
-        sums.add(HOST_ATTENTION, HOST_ATTENTION, count * share * host_s)
-
-    def _fetched_bytes(self, work: PassWork, kind: str, experts: ExpertTime) -> float:
-        """Return the bytes of a layer's weights that come from host memory in a pass."""
-        model, streamed, ranks = self._model, self._regime.streamed_weights, self._layout.ranks
-        if not work.prompt_tokens + work.rows:
-            return 0.0
-        attention = streamed * self._mine.attention_bytes if self._engine.by_layer else 0.0
-        if kind != MOE:
-            return attention
-        if self._is_alone(work):
-            # What the rank has for decode stays where it is.
-            resident = (1 - streamed) * model.experts / ranks
-            return attention + max(experts.reached - resident, 0.0) * model.expert_bytes_each
-        pieces = ranks if self._layout.tensor or self._engine.tensor_experts else 1
-        asked = model.experts * pieces / ranks if self._engine.by_layer else experts.reached
-        return attention + streamed * asked * model.expert_bytes_each / pieces
 
 
 def _only(part: str, seconds: float) -> PassTime:

@@ -17,6 +17,7 @@ from sgl_batch.simulator.cluster.costs import ClusterCosts
 from sgl_batch.simulator.cluster.engine_settings import EngineSettings
 from sgl_batch.simulator.cluster.engines import engine_named
 from sgl_batch.simulator.cluster.hardware import Cluster, cluster_named
+from sgl_batch.simulator.cluster.measured import MeasuredModules, measured_modules
 from sgl_batch.simulator.cluster.models import ClusterModel, model_named
 from sgl_batch.simulator.cluster.regime import DATA_PARALLEL, Regime
 from sgl_batch.simulator.work import Costs
@@ -66,10 +67,13 @@ def deployment(
     engine: str | EngineSettings,
     layout: Layout | None = None,
     regime: Regime | None = None,
+    *,
+    tables: bool = True,
 ) -> Deployment:
     """Return what a model on a cluster costs and holds. Raises ConfigError for what does not fit, or is not here.
 
     `layout`: by default one instance with a rank on each GPU; `regime`: by default all on the device.
+    `tables`: whether measured kernels count where a table of them is installed (kernel_tables).
     """
     model = model_named(model) if isinstance(model, str) else model
     cluster = cluster_named(cluster) if isinstance(cluster, str) else cluster
@@ -77,6 +81,18 @@ def deployment(
     layout, regime = layout or Layout(ranks=cluster.gpus), regime or Regime()
     if layout.gpus > cluster.gpus:
         raise ConfigError(f"{layout.text()} need {layout.gpus} GPUs, and {cluster.name} has {cluster.gpus}")
+    measured = measured_modules(model, cluster.sheet, engine, ranks=layout.ranks) if tables else None
+    return _deployed(model, cluster, engine, layout, regime, measured)
+
+
+def _deployed(
+    model: ClusterModel,
+    cluster: Cluster,
+    engine: EngineSettings,
+    layout: Layout,
+    regime: Regime,
+    measured: MeasuredModules | None,
+) -> Deployment:
     memory = rank_memory(model, cluster, engine, layout, regime)
     return Deployment(
         model=model,
@@ -84,7 +100,7 @@ def deployment(
         engine=engine,
         layout=layout,
         regime=regime,
-        costs=ClusterCosts(model, cluster, engine, layout, regime),
+        costs=ClusterCosts(model, cluster, engine, layout, regime, measured),
         device_tokens=memory.device_tokens,
         store_tokens=memory.store_tokens,
         ranks=1 if layout.tensor else layout.ranks,
@@ -93,16 +109,19 @@ def deployment(
     )
 
 
-def feasible(model: str | ClusterModel, cluster: str | Cluster, engine: str | EngineSettings) -> list[Deployment]:
+def feasible(
+    model: str | ClusterModel, cluster: str | Cluster, engine: str | EngineSettings, *, tables: bool = True
+) -> list[Deployment]:
     """Return every layout and regime of an engine in which a model fits a cluster; empty where there is none."""
     model = model_named(model) if isinstance(model, str) else model
     cluster = cluster_named(cluster) if isinstance(cluster, str) else cluster
     engine = engine_named(engine) if isinstance(engine, str) else engine
     found = []
     for layout in _layouts(model, cluster, engine):
+        measured = measured_modules(model, cluster.sheet, engine, ranks=layout.ranks) if tables else None
         for regime in _regimes(model, cluster, engine, layout):
             try:
-                found.append(deployment(model, cluster, engine, layout, regime))
+                found.append(_deployed(model, cluster, engine, layout, regime, measured))
             except ConfigError:
                 continue
     return found
@@ -129,13 +148,13 @@ def _regimes(model: ClusterModel, cluster: Cluster, engine: EngineSettings, layo
             if prefill == DATA_PARALLEL and (layout.tensor or layout.ranks == 1):
                 continue
             for kv in engine.kv:
-                yield from _of_kv(engine, Regime(kv=kv, streamed_weights=share, prefill=prefill))
+                yield from _of_kv(engine, Regime(kv=kv, streamed_weights=share, prefill=prefill), layout.ranks)
 
 
-def _of_kv(engine: EngineSettings, regime: Regime) -> Iterator[Regime]:
-    """Yield a regime with each place of attention that its form of KV allows."""
+def _of_kv(engine: EngineSettings, regime: Regime, ranks: int) -> Iterator[Regime]:
+    """Yield a regime with each place of attention that its form of KV allows: the host's where one GPU is alone."""
     for attention in engine.attention:
         if attention == DEVICE:
             yield regime
-        elif regime.kv not in (DEVICE, STREAMED):
+        elif ranks == 1 and regime.kv not in (DEVICE, STREAMED):
             yield replace(regime, attention=attention)

@@ -80,6 +80,7 @@ VLLM = replace(
     ragged_gather=1.0,
     graph_rows=512,
     mixed_graphs=True,
+    kernel_tables=("vllm", "trtllm"),
 )
 
 # Layer by layer from host memory: they differ in what lies where, and in how much copies hide.

@@ -26,6 +26,7 @@ class ClusterModel:
         title: Its name in reports.
         source: Where its configuration is from.
         layers: The numbers that costs depend on, of one rank alone.
+        config: Its configuration, of which fields may be left out that sizes do not depend on.
         published: Its parameters as its authors give them, all and those that a token goes through.
     """
 
@@ -33,6 +34,7 @@ class ClusterModel:
     title: str
     source: str
     layers: ModelLayers
+    config: Mapping[str, Any]
     published: tuple[float, float]
 
     @property
@@ -80,7 +82,9 @@ def model_of(
     """Return the model of a configuration. Raises ConfigError for number types of weights that are not counted here."""
     weight_bytes, expert_bytes = _number_bytes(config)
     layers = model_layers(config, item_bytes=ITEM_BYTES, weight_bytes=weight_bytes, expert_weight_bytes=expert_bytes)
-    return ClusterModel(name=name, title=title or name, source=source, layers=layers, published=published)
+    return ClusterModel(
+        name=name, title=title or name, source=source, layers=layers, config=config, published=published
+    )
 
 
 def _number_bytes(config: Mapping[str, Any]) -> tuple[float, float]:

@@ -149,8 +149,15 @@ def test_latent_attention_takes_the_products_of_its_forms():
     rates = costs().rates
     decode = costs().of_exactly(DECODE).parts[parts.ATTENTION]
     assert decode == pytest.approx(61 * DECODE.kv_tokens * 2 * 128 * (576 + 512) / rates.attention)
-    prompts = costs().of_exactly(PROMPTS).parts[parts.ATTENTION]
-    assert prompts == pytest.approx(61 * PROMPTS.prompt_pairs * 2 * 128 * (192 + 128) / rates.attention)
+    long = PassWork(prompts=1, prompt_tokens=20_000, prompt_pairs=pairs_of(20_000), all_rows=16 * 20_000)
+    prompts = costs().of_exactly(long).parts[parts.ATTENTION]
+    assert prompts == pytest.approx(61 * long.prompt_pairs * 2 * 128 * (192 + 128) / rates.attention)
+
+
+def test_short_prompts_take_longer_for_each_pair_of_tokens():
+    short = costs().of_exactly(_prompts(8)).parts[parts.ATTENTION] / _prompts(8).prompt_pairs
+    long = PassWork(prompts=1, prompt_tokens=4000, prompt_pairs=pairs_of(4000), all_rows=16 * 4000)
+    assert 1.3 < short / (costs().of_exactly(long).parts[parts.ATTENTION] / long.prompt_pairs) < 2.5
 
 
 def test_attention_of_a_window_looks_no_further():
