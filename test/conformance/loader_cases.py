@@ -12,23 +12,34 @@ from sgl_batch_kernel import pack_
 from sgl_batch_kernel.expert_loader import start_expert_loader
 
 from sgl_batch.layers.int8_weights import to_int8
+from sgl_batch.layers.moe.clamped_experts import alternating
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Experts in files: `file_offsets` [E, 3, 2] of gate, up and down as (file, byte), and their matrices.
 
-    w13 is [E, 2I, M] and w2 [E, M, I], unpacked.
+    w13 is [E, 2I, M] and w2 [E, M, I], unpacked. `transposed`: gate and up lie in one matrix [M, 2I] whose columns
+    alternate, and down as [I, M].
     """
 
     files: list[str]
     file_offsets: torch.Tensor
     w13: torch.Tensor
     w2: torch.Tensor
+    transposed: bool = False
 
     @classmethod
     def random(
-        cls, folder: Path, *, experts: int, inter: int, hidden: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+        cls,
+        folder: Path,
+        *,
+        experts: int,
+        inter: int,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        transposed: bool = False,
     ) -> Stored:
         """Write two files of matrices in random order with odd gaps between them; each file ends with a matrix."""
         generator = torch.Generator().manual_seed(seed)
@@ -39,14 +50,20 @@ class Stored:
         contents = [bytearray(), bytearray()]
         for index in torch.randperm(3 * experts, generator=generator).tolist():
             expert, part = divmod(index, 3)
+            if transposed and part == 1:
+                continue
             file = int(torch.randint(2, (), generator=generator))
             contents[file] += bytes(int(torch.randint(0, 10_000, (), generator=generator)))
             file_offsets[expert, part] = torch.tensor([file, len(contents[file])])
             matrix = w2[expert] if part == 2 else w13[expert].view(2, inter, hidden)[part]
+            if transposed:
+                matrix = (matrix if part == 2 else alternating(w13[expert][None])[0]).t()
             contents[file] += matrix.contiguous().view(torch.uint8).numpy().tobytes()
+        if transposed:
+            file_offsets[:, 1] = file_offsets[:, 0] + torch.tensor([0, dtype.itemsize])
         for file, content in zip(files, contents, strict=True):
             file.write_bytes(content)
-        return cls([str(file) for file in files], file_offsets, w13, w2)
+        return cls([str(file) for file in files], file_offsets, w13, w2, transposed)
 
     @property
     def expert_bytes(self) -> int:
@@ -123,6 +140,7 @@ class Loading:
             w13_scales=made.w13_scales,
             w2_scales=made.w2_scales,
             stored=stored.w13.dtype,
+            transposed=stored.transposed,
             num_threads=threads,
         )
         return cls(stored, made, Packed.of(stored, dtype), loader)

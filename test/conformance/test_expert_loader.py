@@ -25,11 +25,13 @@ FORMS = (
 
 
 @pytest.mark.parametrize(("stored_dtype", "dtype"), FORMS, ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize(("hidden", "inter"), SIZES)
 def test_a_slot_holds_the_bits_of_packing_the_plain_matrices(
-    hidden: int, inter: int, stored_dtype: torch.dtype, dtype: torch.dtype, tmp_path: Path
+    hidden: int, inter: int, transposed: bool, stored_dtype: torch.dtype, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    stored = Stored.random(tmp_path, experts=2, inter=inter, hidden=hidden, dtype=stored_dtype, seed=hidden)
+    sizes = {"experts": 2, "inter": inter, "hidden": hidden}
+    stored = Stored.random(tmp_path, **sizes, dtype=stored_dtype, seed=hidden, transposed=transposed)
     for direct in (True, False):
         loading = Loading.start(stored, slots=4, dtype=dtype, direct=direct)
         assert direct or not loading.loader.direct()

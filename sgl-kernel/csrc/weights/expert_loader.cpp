@@ -6,11 +6,12 @@
 
 #include "../cpu/packing.h"
 #include "../worker_threads.h"
+#include "columns.h"
 
 namespace sgl_batch {
 namespace {
 
-// Of one read, in whole panels: small enough for several threads to overlap, and for one huge page.
+// Of one read, in whole panels or pairs of inputs: small enough for several threads to overlap, and for one huge page.
 constexpr int64_t kReadBytes = (2 << 20) - ReadBuffer::kAround;
 
 bool in_use(SlotLoad state) { return state == SlotLoad::kQueued || state == SlotLoad::kLoading; }
@@ -20,9 +21,12 @@ bool in_use(SlotLoad state) { return state == SlotLoad::kQueued || state == Slot
 ExpertLoader::ExpertLoader(const std::vector<std::string>& files, bool direct, ExpertSlots slots, int num_threads)
     : slots_(slots), table_(static_cast<size_t>(slots.count)) {
   for (const std::string& name : files) files_.push_back(std::make_unique<WeightFile>(name, direct));
+  const bool stages = slots.transposed && slots.dtype != slots.stored;
+  const size_t staged_bytes = stages ? static_cast<size_t>(2 * slots.inter * slots.hidden) * size_of(slots.stored) : 0;
   try {
     for (int index = 0; index < num_threads; ++index) {
-      threads_.emplace_back([this] { work(); });
+      // Taken now, so that the memory that is free later is known.
+      threads_.emplace_back([this, staged = std::vector<char>(staged_bytes)]() mutable { work(std::move(staged)); });
       pthread_setname_np(threads_.back().native_handle(), ("sgl-weights-" + std::to_string(index)).c_str());
     }
   } catch (...) {
@@ -113,38 +117,90 @@ LoaderTotals ExpertLoader::totals() {
   return totals_;
 }
 
-void ExpertLoader::load_matrix(const MatrixPlace& place, int64_t n, int64_t k, char* to, float* scales, ReadBuffer& buffer,
-                               LoaderTotals& own) {
-  const int64_t row_bytes = k * static_cast<int64_t>(size_of(slots_.stored));
+const char* ExpertLoader::read(const MatrixPlace& place, int64_t skipped, int64_t bytes, Thread& own) {
+  const int64_t begun = now_ns();
+  const char* plain = files_[place.file]->read(place.offset + skipped, bytes, own.buffer);
+  own.totals.read_ns += now_ns() - begun;
+  own.totals.bytes += bytes;
+  return plain;
+}
+
+void ExpertLoader::load_rows(const MatrixPlace& place, const Target& target, Thread& own) {
+  const int64_t row_bytes = target.k * static_cast<int64_t>(size_of(slots_.stored));
   const int64_t rows_at_once = std::max<int64_t>(1, kReadBytes / row_bytes / kPanel) * kPanel;
-  for (int64_t first = 0; first < n; first += rows_at_once) {
-    const int64_t rows = std::min(rows_at_once, n - first);
-    const int64_t begun = now_ns();
-    const char* plain =
-        files_[place.file]->read(place.offset + first * row_bytes, rows * row_bytes, buffer);
+  for (int64_t first = 0; first < target.n; first += rows_at_once) {
+    const int64_t rows = std::min(rows_at_once, target.n - first);
+    const char* plain = read(place, first * row_bytes, rows * row_bytes, own);
     const int64_t there = now_ns();
-    char* packed = to + first * k * static_cast<int64_t>(size_of(slots_.dtype));
-    pack_rows(plain, slots_.stored, rows, k, packed, slots_.dtype, scales == nullptr ? nullptr : scales + first);
-    own.read_ns += there - begun;
-    own.pack_ns += now_ns() - there;
-    own.bytes += rows * row_bytes;
+    char* packed = target.to + first * target.k * static_cast<int64_t>(size_of(slots_.dtype));
+    float* scales = target.scales == nullptr ? nullptr : target.scales + first;
+    pack_rows(plain, slots_.stored, rows, target.k, packed, slots_.dtype, scales);
+    own.totals.pack_ns += now_ns() - there;
   }
 }
 
-void ExpertLoader::load(int64_t slot, const ExpertPlaces& places, ReadBuffer& buffer, LoaderTotals& own) {
-  const int64_t hidden = slots_.hidden, inter = slots_.inter;
-  const int64_t matrix = hidden * inter * static_cast<int64_t>(size_of(slots_.dtype));
-  char *gate = slots_.w13 + 2 * slot * matrix, *down = slots_.w2 + slot * matrix;
-  float* gate_scales = slots_.w13_scales == nullptr ? nullptr : slots_.w13_scales + 2 * slot * inter;
-  float* down_scales = slots_.w2_scales == nullptr ? nullptr : slots_.w2_scales + slot * hidden;
-  load_matrix(places[0], inter, hidden, gate, gate_scales, buffer, own);
-  load_matrix(places[1], inter, hidden, gate + matrix, gate_scales == nullptr ? nullptr : gate_scales + inter, buffer, own);
-  load_matrix(places[2], hidden, inter, down, down_scales, buffer, own);
+// The targets have the same shape, and their columns alternate.
+void ExpertLoader::load_columns(const MatrixPlace& place, const Target* targets, int64_t count, Thread& own) {
+  const int64_t n = targets[0].n, k = targets[0].k, stride = count * n;
+  const auto item_bytes = static_cast<int64_t>(size_of(slots_.stored));
+  const int64_t row_bytes = stride * item_bytes;
+  const bool stage = slots_.dtype != slots_.stored;
+  const int64_t rows_at_once = std::max<int64_t>(1, kReadBytes / row_bytes / 2) * 2;
+  for (int64_t first = 0; first < k; first += rows_at_once) {
+    const int64_t rows = std::min(rows_at_once, k - first);
+    const char* plain = read(place, first * row_bytes, rows * row_bytes, own);
+    const int64_t there = now_ns();
+    for (int64_t i = 0; i < count; ++i) {
+      const Columns columns{stride, i, count, n, k};
+      if (stage)
+        transpose_columns(plain, slots_.stored, columns, first, rows, own.staged.data() + i * n * k * item_bytes);
+      else
+        pack_columns(plain, slots_.stored, columns, first, rows, targets[i].to);
+    }
+    own.totals.pack_ns += now_ns() - there;
+  }
+  if (!stage) return;
+  const int64_t there = now_ns();
+  for (int64_t i = 0; i < count; ++i)
+    pack_rows(own.staged.data() + i * n * k * item_bytes, slots_.stored, n, k, targets[i].to, slots_.dtype, targets[i].scales);
+  own.totals.pack_ns += now_ns() - there;
 }
 
-void ExpertLoader::work() {
+void ExpertLoader::load(int64_t slot, const ExpertPlaces& places, Thread& own) {
+  const int64_t hidden = slots_.hidden, inter = slots_.inter;
+  const int64_t matrix = hidden * inter * static_cast<int64_t>(size_of(slots_.dtype));
+  char* gate = slots_.w13 + 2 * slot * matrix;
+  float* gate_scales = slots_.w13_scales == nullptr ? nullptr : slots_.w13_scales + 2 * slot * inter;
+  float* down_scales = slots_.w2_scales == nullptr ? nullptr : slots_.w2_scales + slot * hidden;
+  const Target targets[] = {{inter, hidden, gate, gate_scales},
+                            {inter, hidden, gate + matrix, gate_scales == nullptr ? nullptr : gate_scales + inter},
+                            {hidden, inter, slots_.w2 + slot * matrix, down_scales}};
+  if (slots_.transposed) {
+    load_columns(places[0], &targets[0], 2, own);
+    load_columns(places[2], &targets[2], 1, own);
+  } else {
+    for (size_t i = 0; i < places.size(); ++i) load_rows(places[i], targets[i], own);
+  }
+}
+
+// Returns what went wrong, and nothing if the slot is filled.
+std::string ExpertLoader::fill(int64_t slot, const ExpertPlaces& places, Thread& own, int& error_number) {
+  own.totals = {};
+  try {
+    load(slot, places, own);
+  } catch (const ReadFault& fault) {
+    error_number = fault.number;
+    return fault.what();
+  } catch (const std::exception& fault) {
+    return std::string("loading an expert: ") + fault.what();
+  }
+  return {};
+}
+
+void ExpertLoader::work(std::vector<char> staged) {
   block_signals();
-  ReadBuffer buffer;
+  Thread own;
+  own.staged = std::move(staged);
   std::unique_lock lock(mutex_);
   while (true) {
     work_or_stop_.wait(lock, [&] { return closed_ || !urgent_.empty() || !ahead_.empty(); });
@@ -156,24 +212,15 @@ void ExpertLoader::work() {
     slot.state = SlotLoad::kLoading;
     const ExpertPlaces places = slot.places;
     lock.unlock();
-    LoaderTotals own;
-    std::string error;
     int number = 0;
-    try {
-      load(index, places, buffer, own);
-    } catch (const ReadFault& fault) {
-      number = fault.number;
-      error = fault.what();
-    } catch (const std::exception& fault) {
-      error = std::string("loading an expert: ") + fault.what();
-    }
+    const std::string error = fill(index, places, own, number);
     lock.lock();
     slot.state = error.empty() ? SlotLoad::kReady : SlotLoad::kFailed;
     slot.error = error;
     slot.error_number = number;
-    totals_.bytes += own.bytes;
-    totals_.read_ns += own.read_ns;
-    totals_.pack_ns += own.pack_ns;
+    totals_.bytes += own.totals.bytes;
+    totals_.read_ns += own.totals.read_ns;
+    totals_.pack_ns += own.totals.pack_ns;
     totals_.experts += error.empty();
     totals_.errors += !error.empty();
     ended_.notify_all();

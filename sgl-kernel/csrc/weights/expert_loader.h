@@ -18,10 +18,12 @@
 namespace sgl_batch {
 
 // What the slots are made of: per slot a packed gate and up matrix [inter, hidden] each, one after the other in `w13`, and
-// a packed [hidden, inter] in `w2`. Matrices in files are plain, of `stored`; slots of int8 have scales, as in ExpertsCall.
+// a packed [hidden, inter] in `w2`. Slots of int8 have scales, as in ExpertsCall. Matrices in files are plain, of `stored`;
+// `transposed` ones have a row for each input, and columns of gate and up alternate in one matrix [hidden, 2 * inter].
 struct ExpertSlots {
   int64_t count, hidden, inter;
   DType stored, dtype;
+  bool transposed;
   char* w13;
   char* w2;
   float* w13_scales;
@@ -31,7 +33,7 @@ struct ExpertSlots {
 struct MatrixPlace {
   int64_t file, offset;
 };
-using ExpertPlaces = std::array<MatrixPlace, 3>;  // gate, up, down
+using ExpertPlaces = std::array<MatrixPlace, 3>;  // gate, up, down; that of up is not read where matrices are transposed
 
 enum class SlotLoad : uint8_t { kEmpty, kQueued, kLoading, kReady, kFailed };
 
@@ -72,11 +74,26 @@ class ExpertLoader {
     int error_number = 0;
   };
 
+  // A packed matrix [n, k] of a slot.
+  struct Target {
+    int64_t n, k;
+    char* to;
+    float* scales;
+  };
+  // A thread's own memory. `staged` holds a transposed matrix that becomes int8: an output's scale depends on all inputs.
+  struct Thread {
+    ReadBuffer buffer;
+    std::vector<char> staged;
+    LoaderTotals totals;
+  };
+
   void check(const std::vector<int64_t>& slots) const;
-  void work();
-  void load(int64_t slot, const ExpertPlaces& places, ReadBuffer& buffer, LoaderTotals& own);
-  void load_matrix(const MatrixPlace& place, int64_t n, int64_t k, char* to, float* scales, ReadBuffer& buffer,
-                   LoaderTotals& own);
+  void work(std::vector<char> staged);
+  std::string fill(int64_t slot, const ExpertPlaces& places, Thread& own, int& error_number);
+  void load(int64_t slot, const ExpertPlaces& places, Thread& own);
+  const char* read(const MatrixPlace& place, int64_t skipped, int64_t bytes, Thread& own);
+  void load_rows(const MatrixPlace& place, const Target& target, Thread& own);
+  void load_columns(const MatrixPlace& place, const Target* targets, int64_t count, Thread& own);
 
   std::vector<std::unique_ptr<WeightFile>> files_;
   const ExpertSlots slots_;

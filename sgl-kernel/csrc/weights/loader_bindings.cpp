@@ -37,9 +37,10 @@ Numbers numbers_in(const at::Tensor& tensor, const char* name) {
 class Loader : public torch::CustomClassHolder {
  public:
   // `w13` [S, 2I, M] and `w2` [S, M, I] are written to until `close`; the caller keeps them and the scales alive.
+  // `transposed`: as in ExpertSlots.
   Loader(const std::vector<std::string>& files, bool direct, const at::Tensor& w13, const at::Tensor& w2,
          const std::optional<at::Tensor>& w13_scales, const std::optional<at::Tensor>& w2_scales, bool stored_f32,
-         int64_t num_threads) {
+         bool transposed, int64_t num_threads) {
     check(w13, 3, "w13");
     check(w2, 3, "w2");
     const int64_t slots = w2.size(0), hidden = w2.size(1), inter = w2.size(2);
@@ -59,6 +60,7 @@ class Loader : public torch::CustomClassHolder {
                            inter,
                            stored,
                            dtype,
+                           transposed,
                            static_cast<char*>(w13.data_ptr()),
                            static_cast<char*>(w2.data_ptr()),
                            const_cast<float*>(w13_own),
@@ -116,7 +118,7 @@ TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
   using sgl_batch::Loader;
   library.class_<Loader>("ExpertLoader")
       .def(torch::init<const std::vector<std::string>&, bool, const at::Tensor&, const at::Tensor&,
-                       const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, bool, int64_t>())
+                       const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, bool, bool, int64_t>())
       .def("submit", &Loader::submit)
       .def("hurry", &Loader::hurry)
       .def("drop", &Loader::drop)

@@ -10,6 +10,9 @@ from typing import Protocol
 
 import torch
 
+INTERFACE = 2
+"""What the functions of this module take; counts up whenever that changes."""
+
 
 class ExpertLoader(Protocol):
     """Threads that read experts from a checkpoint and pack them into slots. Slots are int64 [N] on the CPU.
@@ -20,7 +23,7 @@ class ExpertLoader(Protocol):
     def submit(self, slots: torch.Tensor, places: torch.Tensor, urgent: bool) -> None:
         """Ask for experts; `places` int64 [N, 3, 2]: file and byte of the gate, up and down matrix.
 
-        Urgent ones come before all others.
+        Urgent ones come before all others. Transposed gate and up matrices lie where the gate's does.
         """
 
     def hurry(self, slots: torch.Tensor) -> None:
@@ -51,15 +54,18 @@ def start_expert_loader(
     w13_scales: torch.Tensor | None,
     w2_scales: torch.Tensor | None,
     stored: torch.dtype,
+    transposed: bool = False,
     num_threads: int,
 ) -> ExpertLoader:
     """Start a loader into `w13` [S, 2I, M] and `w2` [S, M, I], packed as for `experts`.
 
     `stored`: the number type of the files, bf16 or float32. Slots have the same, or int8 with their scales [S, 2I] and
-    [S, M]. `direct`: read past the page cache where the file system allows it; otherwise the cache is released behind.
-    The caller keeps the tensors alive until the loader is closed.
+    [S, M]. `transposed`: the files have a row for each input, gate and up in one matrix [M, 2I] whose columns
+    alternate, and down [I, M]; for int8, each thread then takes memory for the gate and up of one expert. `direct`:
+    read past the page cache where the file system allows it; otherwise the cache is released behind. The caller keeps
+    the tensors alive until the loader is closed.
     """
     loader: ExpertLoader = torch.classes.sgl_batch_kernel.ExpertLoader(
-        files, direct, w13, w2, w13_scales, w2_scales, stored == torch.float32, num_threads
+        files, direct, w13, w2, w13_scales, w2_scales, stored == torch.float32, transposed, num_threads
     )
     return loader
