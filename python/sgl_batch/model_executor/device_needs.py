@@ -30,9 +30,14 @@ def resident_weight_bytes(model: torch.nn.Module, *, int8: bool = False) -> int:
     parameters that stand for streamed weights count as nothing.
     """
     sizes: dict[int, int] = {}
+    rounded = {
+        name
+        for name, weight in model.named_parameters()
+        if int8 and weight.ndim >= 2 and not any(part in name for part in KEPT_EXACT)
+    }
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         num_bytes = min(weight.nbytes, weight.untyped_storage().nbytes())
-        if int8 and num_bytes == weight.nbytes and weight.ndim >= 2 and not any(part in name for part in KEPT_EXACT):
+        if name in rounded and num_bytes == weight.nbytes:
             num_bytes = weight.numel() + _SCALE_BYTES * (weight.numel() // weight.shape[-1])
         sizes[weight.data_ptr()] = max(num_bytes, sizes.get(weight.data_ptr(), 0))
     return sum(sizes.values())

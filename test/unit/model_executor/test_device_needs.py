@@ -36,6 +36,12 @@ def test_rounded_weights_take_a_byte_and_a_scale_for_each_output_and_routers_and
     assert resident_weight_bytes(Model(), int8=True) == EXACT + 16 * 8 + 4 * 16
 
 
+def test_tables_that_are_no_weights_are_not_rounded():
+    model = Model()
+    model.register_buffer("cos_sin_cache", torch.zeros(32, 8))
+    assert resident_weight_bytes(model, int8=True) == resident_weight_bytes(Model(), int8=True) + 4 * 32 * 8
+
+
 def test_placeholders_of_streamed_weights_take_no_memory():
     model = Model()
     model.up.weight.data = model.up.weight.data.new_zeros(1).expand(16, 8)
