@@ -10,7 +10,9 @@ from sgl_batch.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_INTERFACE = 2  # the version of the module's interface that this package calls
+# The versions of the interfaces that this package calls: of the module, and of its loader of experts.
+_INTERFACE = 2
+_LOADER_INTERFACE = 2
 
 BUILD_KERNELS = "build them with scripts/install, or with a GPU: `pip install --no-build-isolation ./sgl-kernel`"
 
@@ -76,7 +78,8 @@ def expert_loader_kernels() -> ModuleType:
         except ImportError:
             pass  # the library was built before it had a loader
         else:
-            return expert_loader
+            if getattr(expert_loader, "INTERFACE", 1) == _LOADER_INTERFACE:
+                return expert_loader
     raise ConfigError(
         "--weights streamed needs the native kernels, which cannot be loaded here or are of an older version: "
         f"{BUILD_KERNELS}; or use --weights resident"

@@ -38,7 +38,7 @@ class RandomFamily:
     put into the published form for all). `read_otherwise`: those that transformers reads otherwise from the published
     form. `further_layer`: published with a layer behind the last, which predicts a further token. `scales`: factors on
     the standard deviation of the weights whose names have the given ending. `experts`: whether layers have experts,
-    which then lie on several ranks and, but for those of which a layer's are `one_tensor`, are streamed.
+    which then lie on several ranks and are streamed.
     """
 
     name: str
@@ -49,7 +49,6 @@ class RandomFamily:
     further_layer: bool = False
     scales: Mapping[str, float] = field(default_factory=dict)
     experts: bool = False
-    one_tensor: bool = False
     seed: int = 0
 
 
@@ -236,7 +235,6 @@ FAMILIES = (
         },
         scales={"self_attn.sinks": 5.0, "_bias": 3.0, "gate_up_proj": 10.0, "down_proj": 0.1},
         experts=True,
-        one_tensor=True,
     ),
 )
 

@@ -106,14 +106,13 @@ def test_tokens_are_huggingfaces_in_sub_batches_and_whole_groups_with_a_store_of
 def test_tokens_of_two_ranks_that_stream_experts_are_huggingfaces(
     family: RandomFamily, checkpoint: Callable[[RandomFamily, str], str], requests: Requests, traces: Traces
 ) -> None:
-    path, weights = checkpoint(family, TRANSFORMERS), "resident" if family.one_tensor else "streamed"
-    engine = Engine(model_path=path, **SMALL, **ranks(2), weights=weights, **traces.new())
+    path = checkpoint(family, TRANSFORMERS)
+    engine = Engine(model_path=path, **SMALL, **ranks(2), weights="streamed", **traces.new())
     try:
         check_greedy(path, requests, greedy(engine, requests))
         stats = engine.batch_stats()
         check_coroutine_forward(engine, stats["counters"])
-        if weights == "streamed":
-            assert all(rank["counters"]["weights_read"] > 0 for rank in stats["ranks"]), "each reads its own experts"
+        assert all(rank["counters"]["weights_read"] > 0 for rank in stats["ranks"]), "each reads its own experts"
         assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
     finally:
         engine.shutdown()

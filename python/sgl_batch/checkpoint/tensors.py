@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.checkpoint.files import StoredTensor, read_tensors
 from sgl_batch.errors import ConfigError
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
+_BIAS_BYTES = 4
 _EXPERT = re.compile(r"\.experts\.")
-# One matrix of one expert, as streamed weights are read.
-_STREAMABLE = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCALE = re.compile(r"scale|zeros|zero_point|g_idx")
 
@@ -41,7 +41,22 @@ class ModelTensor:
 
     @property
     def is_streamable(self) -> bool:
-        return _STREAMABLE.search(self.name) is not None
+        """Whether streamed weights leave it in its file."""
+        return is_expert_weight(self.name)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it is streamable and has all experts of a layer, transposed (expert_layout)."""
+        return self.is_streamable and len(self.stored.shape) == 3
+
+    @property
+    def num_outputs(self) -> int:
+        """The rows of a matrix [outputs, inputs], of all its experts together."""
+        return self.count // self.stored.shape[-2 if self.is_stacked else -1]
+
+    @property
+    def is_expert_bias(self) -> bool:
+        return self.is_expert and self.name.endswith("_bias")
 
     @property
     def is_parameter(self) -> bool:
@@ -49,7 +64,9 @@ class ModelTensor:
         return _SCALE.search(self.name.rpartition(".")[2]) is None
 
     def num_bytes(self, float_bytes: int) -> int:
-        """Return its bytes in memory, where a float takes `float_bytes`."""
+        """Return its bytes in memory, where a float takes `float_bytes`. Biases of experts are float32."""
+        if self.is_expert_bias:
+            return self.count * _BIAS_BYTES
         return self.count * float_bytes if self.is_float else self.stored.num_bytes
 
 

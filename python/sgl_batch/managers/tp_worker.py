@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import safetensors.torch
 
+from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.errors import ConfigError
 from sgl_batch.model_executor.model_runner import BatchModelRunner
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.sglang_adapter.forward import TpModelWorker, keep_tensors_for, set_model_runner
 from sgl_batch.sglang_adapter.names import SAFETENSORS
 from sgl_batch.sglang_adapter.types.messages import TensorsUpdate, UpdateGroupRequest, WeightRequest
-from sgl_batch.weights.expert_checkpoint import is_expert_weight
 from sgl_batch.weights.unloaded_experts import is_expert_parameter
 
 M = TypeVar("M")

@@ -110,9 +110,10 @@ class CpuOperators:
     @property
     def streamed_bytes(self) -> int:
         """The memory that streamed experts must have, whatever else needs memory."""
-        if self.fitted_streamer is not None:
-            return self.fitted_streamer.bytes_to_stream
-        return 0 if self._streamer is None else self._streamer.slots.tensors.num_bytes
+        if self._streamer is None:
+            return 0
+        slots, is_fitted = self._streamer.slots, self.fitted_streamer is not None
+        return slots.staging_bytes + (self._streamer.bytes_to_stream if is_fitted else slots.tensors.num_bytes)
 
     def adopt(self, model: torch.nn.Module) -> None:
         """Pack the weights of a loaded model for the native kernels, and let its layers compute with them.

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import torch
 
 from sgl_batch.byte_sizes import format_bytes
+from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.core.decode_choice import DEFAULT, EAGER, SGLANG
 from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.gpu_reserves import check_gpu_has, gpu_reserves
@@ -57,7 +58,6 @@ from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 from sgl_batch.sglang_adapter.private_ports import on_this_machine
 from sgl_batch.sglang_adapter.ranks import expert_shard
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
-from sgl_batch.weights.expert_checkpoint import is_expert_weight
 from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.unloaded_experts import unloaded_experts
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.checkpoint.tensors import ModelTensor
@@ -31,6 +31,14 @@ _KV_SPLITS = 8
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+class WeightBytes(NamedTuple):
+    """Bytes of a model's weights on a device: of all, of routed experts, and of what of these can be streamed."""
+
+    all: int
+    experts: int
+    streamable: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A model as its files describe it. `config`: the text part of config.json; `dtype`: the engine's number type."""
@@ -39,7 +47,7 @@ class Model:
     tensors: list[ModelTensor]
     dtype: str
     # Sums over thousands of tensors, which a search asks for again and again.
-    _weight_bytes: dict[bool, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _weight_bytes: dict[bool, WeightBytes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def item_bytes(self) -> int:
@@ -63,22 +71,30 @@ class Model:
         chosen = number(self.value, "num_experts_per_tok", default=num_experts)
         return {"total": total, "experts": experts, "active": total - experts + experts * chosen // num_experts}
 
-    def weight_bytes(self, *, int8: bool = False) -> tuple[int, int]:
-        """Return the bytes of all weights on a device, and of the routed experts among them."""
+    def weight_bytes(self, *, int8: bool = False) -> WeightBytes:
+        """Return the bytes of weights on a device while they are resident."""
         if int8 not in self._weight_bytes:
             self._weight_bytes[int8] = self._sum_of_weights(int8=int8)
         return self._weight_bytes[int8]
 
-    def _sum_of_weights(self, *, int8: bool) -> tuple[int, int]:
+    def _sum_of_weights(self, *, int8: bool) -> WeightBytes:
         tied = bool(self.config.get("tie_word_embeddings"))
         own = [tensor for tensor in self.tensors if not (tied and tensor.name.startswith("lm_head."))]
-        sizes = [(self._bytes_of(tensor, int8=int8), tensor.is_expert) for tensor in own]
-        experts = sum(num_bytes for num_bytes, is_expert in sizes if is_expert)
-        return sum(num_bytes for num_bytes, _ in sizes) + self._rotary_bytes(), experts
+        sizes = [(self._bytes_of(tensor, int8=int8), tensor) for tensor in own]
+        return WeightBytes(
+            all=sum(num_bytes for num_bytes, _ in sizes) + self._rotary_bytes(),
+            experts=sum(num_bytes for num_bytes, tensor in sizes if tensor.is_expert),
+            streamable=sum(num_bytes for num_bytes, tensor in sizes if tensor.is_streamable),
+        )
+
+    def staged_expert_bytes(self) -> int:
+        """Return the bytes that a thread takes to round a stacked expert to int8; 0 if experts are not stacked."""
+        stacked = [tensor.stored for tensor in self.tensors if tensor.is_stacked]
+        return max((one.num_bytes // one.shape[0] for one in stacked), default=0)
 
     def _bytes_of(self, tensor: ModelTensor, *, int8: bool) -> int:
         if int8 and len(tensor.stored.shape) >= 2 and not any(part in tensor.name for part in KEPT_EXACT):
-            return tensor.count + _FLOAT_BYTES * (tensor.count // tensor.stored.shape[-1])
+            return tensor.count + _FLOAT_BYTES * tensor.num_outputs
         rows = tensor.stored.shape[0] if tensor.stored.shape else 1
         padding = -rows % _VOCABULARY_STEP if rows == number(self.value, "vocab_size") else 0
         return tensor.num_bytes(self.item_bytes) * (rows + padding) // max(rows, 1)
@@ -176,13 +192,16 @@ def fit(model: Model, config: BatchConfig, target: Target) -> Fit:
 def _rank_weights(model: Model, config: BatchConfig, target: Target) -> int:
     """Return the bytes of weights that one rank holds, or of streamed weights its buffers."""
     memory, is_int8 = config.memory, target.device == CPU and config.forward.cpu_weight_dtype == "int8"
-    weights, experts = model.weight_bytes(int8=is_int8)
-    others, mine = weights - experts, -(-experts // target.ranks)
+    weights = model.weight_bytes(int8=is_int8)
+    others, mine = weights.all - weights.experts, -(-weights.experts // target.ranks)
     if target.tensor:
         others = -(-others // target.ranks)
     if memory.weights == "streamed":
         layers = len({tensor.name.partition(".experts.")[0] for tensor in model.tensors if tensor.is_expert})
-        mine = memory.weight_memory or mine * min(_STREAMED_LAYERS, layers) // max(layers, 1)
+        streamed = -(-weights.streamable // target.ranks)
+        staged = memory.weight_read_threads * model.staged_expert_bytes() if is_int8 else 0
+        slots = memory.weight_memory or streamed * min(_STREAMED_LAYERS, layers) // max(layers, 1)
+        mine = mine - streamed + staged + slots
     return others + mine
 
 

@@ -28,16 +28,10 @@ def family_arguments(given: Mapping[str, object], config: BatchConfig, *, on_cpu
     family = family_named_by(given)
     if family is None or not family.clamped_experts:
         return {}
-    experts = f"the experts of {family.architectures[0]}"
-    if config.memory.weights == "streamed":
-        raise ConfigError(
-            f"weights are to be streamed, and {experts} lie in a checkpoint as one transposed tensor for each layer, "
-            "from which single experts cannot be read: use --weights resident"
-        )
     if config.forward.expert_runner == "deepgemm":
         raise ConfigError(
-            f"expert_runner is 'deepgemm', which has no biases and no clamped activation, and {experts} have both: "
-            "choose auto, sglang or triton"
+            f"expert_runner is 'deepgemm', which has no biases and no clamped activation, and the experts of "
+            f"{family.architectures[0]} have both: choose auto, sglang or triton"
         )
     # SGLang's other runners lay weights out in a form that ours do not read, and do not accept rows without an expert.
     return {} if on_cpu or given.get("moe_runner_backend") is not None else {"moe_runner_backend": "triton"}

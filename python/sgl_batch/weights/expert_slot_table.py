@@ -30,6 +30,13 @@ class ExpertSlotTable:
         """Return the slots of experts, int64 [N]; -1 for one without a slot."""
         return self.slot_of[layer, torch.tensor(experts, dtype=torch.int64)].to(torch.int64)
 
+    def expert_of(self, layer: int) -> torch.Tensor:
+        """Return which expert of a layer each slot holds, int64 [num_slots]; 0 for a slot that holds none of them."""
+        experts = self.present(layer)
+        held = torch.zeros(self.num_slots, dtype=torch.int64)
+        held[self.slots(layer, experts)] = torch.tensor(experts, dtype=torch.int64)
+        return held
+
     def take(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Give experts free slots, of which there are enough: the lowest, in the order of experts."""
         taken = [self._free.pop() for _ in experts]

@@ -79,6 +79,9 @@ class ExpertSlots:
         """
         layers, experts = locations.file_offsets.shape[:2]
         self.tensors, self._file_offsets = tensors, locations.file_offsets
+        stages = locations.transposed and tensors.w13.dtype != locations.dtype
+        self.staging_bytes = num_threads * 2 * locations.hidden * locations.inter * locations.dtype.itemsize * stages
+        """Bytes that the threads hold besides slots: a stacked expert is rounded to int8 when all of it is read."""
         self.table = ExpertSlotTable(layers, experts, tensors.count)
         self._touched = set[int]()
         with _read_errors():
@@ -90,6 +93,7 @@ class ExpertSlots:
                 w13_scales=tensors.w13_scales,
                 w2_scales=tensors.w2_scales,
                 stored=locations.dtype,
+                transposed=locations.transposed,
                 num_threads=num_threads,
             )
         # The threads end before the memory that they write to is freed.

@@ -16,7 +16,7 @@ from sgl_batch.weights.expert_checkpoint import ExpertLocations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostExperts:
-    """`w13` [L, E, 2I, M], gate above up, and `w2` [L, E, M, I], as the checkpoint has them."""
+    """`w13` [L, E, 2I, M] and `w2` [L, E, M, I]. Gate lies above up; rows of transposed experts alternate."""
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -40,9 +40,15 @@ def read_experts(locations: ExpertLocations, num_threads: int) -> HostExperts:
         def read(one: tuple[int, int]) -> None:
             layer, expert = one
             gate_up, down = w13[layer, expert], w2[layer, expert]
-            parts = (gate_up[:inter], gate_up[inter:], down)
-            for part, (file, offset) in zip(parts, locations.file_offsets[layer, expert].tolist(), strict=True):
-                _fill(part, descriptors[file], offset, locations.files[file])
+            gate, up, last = locations.file_offsets[layer, expert].tolist()
+            parts = [(gate_up[:inter], gate), (gate_up[inter:], up), (down, last)]
+            if locations.transposed:
+                parts = [(gate_up.t(), gate), (down.t(), last)]
+            for part, (file, offset) in parts:
+                stored = part if part.is_contiguous() else torch.empty(part.shape, dtype=part.dtype)
+                _fill(stored, descriptors[file], offset, locations.files[file])
+                if stored is not part:
+                    part.copy_(stored)
 
         with ThreadPoolExecutor(num_threads, thread_name_prefix="sgl-weights") as pool:
             for _ in pool.map(read, ((layer, expert) for layer in range(layers) for expert in range(experts))):

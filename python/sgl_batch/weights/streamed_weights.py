@@ -13,6 +13,7 @@ import torch
 from sgl_batch.config import MemoryConfig
 from sgl_batch.core.weight_residency import WeightResidency, plan_residency, slots_to_stream
 from sgl_batch.errors import ConfigError
+from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner
 from sgl_batch.memory.huge_pages import prefer_huge_pages
 from sgl_batch.metrics.counters import Counters
@@ -111,7 +112,8 @@ class _Experts:
             raise ConfigError(f"{type(model).__name__} has no unquantised experts to stream: use --weights resident")
         first = next(iter(modules.values()))
         experts = first.w13_weight.shape[0]
-        locations = find_experts(files, list(modules), range(expert_shard * experts, (expert_shard + 1) * experts))
+        own = range(expert_shard * experts, (expert_shard + 1) * experts)
+        locations = find_experts(files, list(modules), own, stacked=clamped_experts_of(first) is not None)
         _check(locations, first.w13_weight, first.w2_weight)
         return cls(keys=[module.w13_weight for module in modules.values()], locations=locations)
 

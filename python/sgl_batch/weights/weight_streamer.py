@@ -60,7 +60,14 @@ class Compute(Protocol):
     """An `ExpertRunner` whose matrices are those of a layer's expert slots: it gets the layer's number for them."""
 
     def __call__(
-        self, layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
+        self,
+        layer: int,
+        x_TM: torch.Tensor,
+        weights_TK: torch.Tensor,
+        ids_TK: torch.Tensor,
+        *,
+        f32_output: bool,
+        clamped: ClampedExperts | None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -68,7 +75,13 @@ def packed_compute(kernels: ModuleType, slots: ExpertSlots) -> Compute:
     """Return a Compute of the native kernels, over slots of packed weights."""
 
     def compute(
-        layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
+        layer: int,
+        x_TM: torch.Tensor,
+        weights_TK: torch.Tensor,
+        ids_TK: torch.Tensor,
+        *,
+        f32_output: bool,
+        clamped: ClampedExperts | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = slots.tensors
         return packed_experts(
@@ -82,6 +95,7 @@ def packed_compute(kernels: ModuleType, slots: ExpertSlots) -> Compute:
             w13_scales=tensors.w13_scales,
             w2_scales=tensors.w2_scales,
             slots=slots.table.slot_of[layer],
+            clamped=clamped,
         )
 
     return compute
@@ -91,12 +105,22 @@ def plain_compute(runner: ExpertRunner, slots: Slots) -> Compute:
     """Return a Compute of a runner for plain weights, to which the slots look like the experts of one layer."""
 
     def compute(
-        layer: int, x_TM: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor, *, f32_output: bool
+        layer: int,
+        x_TM: torch.Tensor,
+        weights_TK: torch.Tensor,
+        ids_TK: torch.Tensor,
+        *,
+        f32_output: bool,
+        clamped: ClampedExperts | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         slot_of_E = upload_copy(slots.table.slot_of[layer], ids_TK.device).to(ids_TK.dtype)
         chosen_TK = torch.where(ids_TK < 0, ids_TK, slot_of_E[ids_TK.clamp(min=0)])
         tensors = slots.tensors
-        out_TM, rows_S = runner(x_TM, tensors.w13, tensors.w2, weights_TK, chosen_TK, f32_output=f32_output)
+        if clamped is not None:
+            expert_of_S = upload_copy(slots.table.expert_of(layer), ids_TK.device)
+            clamped = clamped.of_experts(expert_of_S)
+        given = x_TM, tensors.w13, tensors.w2, weights_TK, chosen_TK
+        out_TM, rows_S = runner(*given, f32_output=f32_output, clamped=clamped)
         rows_E = torch.where(slot_of_E < 0, 0, rows_S[slot_of_E.clamp(min=0)])
         return out_TM, rows_E
 
@@ -212,8 +236,10 @@ class WeightStreamer(Generic[S_co]):
         f32_output: bool = False,
         clamped: ClampedExperts | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a layer's experts: an `ExpertRunner`. `w13` is the layer's key, and `w2` is not read."""
-        assert clamped is None, "experts with biases are refused where weights are streamed"
+        """Compute a layer's experts: an `ExpertRunner`. `w13` is the layer's key, and `w2` is not read.
+
+        The biases of `clamped` are resident.
+        """
         layer = self._keys[id(w13)]
         routed = self._routed(topk_ids_TK)
         self._enter(layer)
@@ -221,7 +247,7 @@ class WeightStreamer(Generic[S_co]):
         self._look_ahead(layer, *topk_ids_TK.shape)
         with self._counters.clock.part("weights"):
             self._slots.wait(layer.number, routed)
-        return self._compute(layer.number, x_TM, topk_weights_TK, topk_ids_TK, f32_output=f32_output)
+        return self._compute(layer.number, x_TM, topk_weights_TK, topk_ids_TK, f32_output=f32_output, clamped=clamped)
 
     def _routed(self, ids_TK: torch.Tensor) -> list[int]:
         num_rows, top_k = ids_TK.shape

@@ -108,7 +108,8 @@ def test_a_model_that_runs_is_shown_with_its_memory_by_use(capsys):
     ("name", "shape", "is_expert", "is_streamable"),
     [
         ("model.layers.0.mlp.experts.3.up_proj.weight", (8, 4), True, True),
-        ("model.layers.0.mlp.experts.gate_up_proj", (16, 8, 4), True, False),
+        ("model.layers.0.mlp.experts.gate_up_proj", (16, 8, 4), True, True),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", (16, 8), True, False),
         ("model.layers.0.block_sparse_moe.input_linear.weight", (16, 8, 4), True, False),
         ("model.layers.0.mlp.shared_experts.up_proj.weight", (8, 4), False, False),
     ],

@@ -80,7 +80,8 @@ def test_a_rank_holds_its_share_of_the_experts_and_of_the_store_and_all_else():
     model = Model(config=fields, tensors=tensors_of(TINY, 4), dtype="bfloat16")
     target = Target(device=GPU, budget=80 << 30, page_size=64, length=128)
     config = from_mapping({"kv_store_bytes": 1 << 30})
-    whole, experts = model.weight_bytes()
+    whole, experts, streamable = model.weight_bytes()
+    assert streamable == experts
     alone, rank, tensor = (
         fit(model, config, replace(target, **more)) for more in ({}, {"ranks": 4}, {"ranks": 4, "tensor": True})
     )

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import sgl_batch_kernel
+import sgl_batch_kernel.expert_loader
 
-from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.errors import ConfigError
+from sgl_batch.kernel_loader import expert_loader_kernels, native_kernels
 
 CASES = Path(__file__).with_name("kernel_cases.py")
 
@@ -40,6 +42,12 @@ def test_kernels_of_another_interface_are_not_used_and_a_warning_says_so(monkeyp
     with caplog.at_level(logging.WARNING):
         assert native_kernels.__wrapped__() is None
     assert "are of another version (interface 1, not 2)" in caplog.text
+
+
+def test_a_loader_of_experts_of_another_interface_is_refused(monkeypatch):
+    monkeypatch.setattr(sgl_batch_kernel.expert_loader, "INTERFACE", 1)
+    with pytest.raises(ConfigError, match=r"--weights streamed .* of an older version: .* or use --weights resident"):
+        expert_loader_kernels()
 
 
 def test_an_instruction_set_that_the_machine_lacks_is_named_with_those_it_has():

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from sgl_batch.core.weight_residency import plan_residency
 from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.weights.expert_checkpoint import ExpertLocations, find_experts
@@ -20,19 +21,26 @@ LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 5, 12, 3, 64, 32
 
 
 class StreamedLayers:
-    """`LAYERS` layers of `EXPERTS`, with memory for `slots` experts of all layers."""
+    """`LAYERS` layers of `EXPERTS`, with memory for `slots` experts of all layers.
 
-    def __init__(self, folder: Path, slots: int, *, seed: int = 0) -> None:
+    `clamped`: they have biases and a clamped activation, and are stacked in the checkpoint. `int8`: they are rounded.
+    """
+
+    def __init__(self, folder: Path, slots: int, *, seed: int = 0, clamped: bool = False, int8: bool = False) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self._resident = PackedWeights(native_kernels())
+        self._resident = PackedWeights(native_kernels(), int8=int8)
+        self._clamped = [self._draw_clamped() if clamped else None for _ in range(LAYERS)]
         self._w13 = [self._random(EXPERTS, 2 * INTER, HIDDEN) for _ in range(LAYERS)]
         self._w2 = [self._random(EXPERTS, HIDDEN, INTER) for _ in range(LAYERS)]
         self.locations = self._saved(folder)
         for w13, w2 in zip(self._w13, self._w2, strict=True):
-            assert self._resident.add_experts(w13, w2)
+            assert self._resident.add_experts(w13, w2, clamped=clamped)
+        dtype = torch.int8 if int8 else torch.bfloat16
         tensors = SlotTensors(
-            w13=torch.empty(slots, 2 * INTER, HIDDEN, dtype=torch.bfloat16),
-            w2=torch.empty(slots, HIDDEN, INTER, dtype=torch.bfloat16),
+            w13=torch.empty(slots, 2 * INTER, HIDDEN, dtype=dtype),
+            w2=torch.empty(slots, HIDDEN, INTER, dtype=dtype),
+            w13_scales=torch.empty(slots, 2 * INTER) if int8 else None,
+            w2_scales=torch.empty(slots, HIDDEN) if int8 else None,
         )
         self.slots = ExpertSlots(self.locations, tensors, num_threads=2)
         self.counters = Counters()
@@ -47,17 +55,25 @@ class StreamedLayers:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(torch.bfloat16)
 
+    def _draw_clamped(self) -> ClampedExperts:
+        biases = (torch.randn(EXPERTS, size, generator=self.generator) for size in (2 * INTER, HIDDEN))
+        w13_bias, w2_bias = biases
+        return ClampedExperts(w13_bias=w13_bias, w2_bias=w2_bias, alpha=1.7, limit=7.0)
+
     def _saved(self, folder: Path) -> ExpertLocations:
         modules = [f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
-        tensors = {}
+        tensors, stacked = {}, self._clamped[0] is not None
         for module, w13, w2 in zip(modules, self._w13, self._w2, strict=True):
-            for expert in range(EXPERTS):
+            if stacked:
+                tensors[f"{module}.gate_up_proj"] = w13.transpose(1, 2).contiguous()
+                tensors[f"{module}.down_proj"] = w2.transpose(1, 2).contiguous()
+            for expert in () if stacked else range(EXPERTS):
                 tensors[f"{module}.{expert}.gate_proj.weight"] = w13[expert, :INTER].clone()
                 tensors[f"{module}.{expert}.up_proj.weight"] = w13[expert, INTER:].clone()
                 tensors[f"{module}.{expert}.down_proj.weight"] = w2[expert].clone()
         file = folder / "model.safetensors"
         save_file(tensors, file)
-        return find_experts([str(file)], modules, range(EXPERTS))
+        return find_experts([str(file)], modules, range(EXPERTS), stacked=stacked)
 
     def routing(self, rows: int, among: Sequence[int] = range(EXPERTS)) -> torch.Tensor:
         """Return random choices [rows, TOP_K] of some experts, a few of them -1."""
@@ -71,8 +87,9 @@ class StreamedLayers:
         """Make an expert call; check that its result equals that of resident weights, and that no slot is lost."""
         x = self._random(len(ids_TK), HIDDEN)
         weights = torch.rand(ids_TK.shape, generator=self.generator)
-        found = self._streamer.experts(x, self._keys[layer], torch.empty(0), weights, ids_TK)
-        expected = self._resident.experts(x, self._w13[layer], self._w2[layer], weights, ids_TK)
+        clamped = self._clamped[layer]
+        found = self._streamer.experts(x, self._keys[layer], torch.empty(0), weights, ids_TK, clamped=clamped)
+        expected = self._resident.experts(x, self._w13[layer], self._w2[layer], weights, ids_TK, clamped=clamped)
         assert all(torch.equal(streamed, resident) for streamed, resident in zip(found, expected, strict=True))
         self.check_slots()
 

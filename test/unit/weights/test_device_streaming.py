@@ -15,6 +15,7 @@ from sgl_batch.config import MemoryConfig
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.core.weight_residency import plan_residency
 from sgl_batch.errors import ConfigError
+from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.layers.moe.cpu_experts import combined_experts
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.gpu_experts import GpuExperts
@@ -33,11 +34,17 @@ ALL = LAYERS * EXPERTS
 MEMORY = (EXPERTS, EXPERTS + 3, 2 * EXPERTS, 2 * EXPERTS + 4 * (LAYERS - 2), ALL - 1, ALL)
 
 
-class Model:
-    """Layers of experts in host memory, with device memory for `slots` of them."""
+def _draw_clamped(dice: torch.Generator) -> ClampedExperts:
+    w13_bias, w2_bias = (torch.randn(EXPERTS, size, generator=dice) for size in (2 * INTER, HIDDEN))
+    return ClampedExperts(w13_bias=w13_bias, w2_bias=w2_bias, alpha=1.7, limit=7.0)
 
-    def __init__(self, slots: int, *, late: bool, runner: Any = combined_experts) -> None:
+
+class Model:
+    """Layers of experts in host memory, with device memory for `slots` of them. `clamped`: they have biases."""
+
+    def __init__(self, slots: int, *, late: bool, runner: Any = combined_experts, clamped: bool = False) -> None:
         self.dice = torch.Generator().manual_seed(slots)
+        self._clamped = _draw_clamped(self.dice) if clamped else None
         self.host = HostExperts(
             w13=torch.randn(LAYERS, EXPERTS, 2 * INTER, HIDDEN, generator=self.dice),
             w2=torch.randn(LAYERS, EXPERTS, HIDDEN, INTER, generator=self.dice),
@@ -69,8 +76,9 @@ class Model:
         ids = torch.stack([torch.randperm(EXPERTS, generator=self.dice)[:TOP_K] for _ in range(rows)])
         ids[torch.rand(ids.shape, generator=self.dice) < 0.05] = -1
         x, weights = torch.randn(rows, HIDDEN, generator=self.dice), torch.rand(ids.shape, generator=self.dice)
-        found = self._streamer.experts(x, self._keys[layer], torch.empty(0), weights, ids)
-        expected = combined_experts(x, self.host.w13[layer], self.host.w2[layer], weights, ids)
+        clamped = self._clamped
+        found = self._streamer.experts(x, self._keys[layer], torch.empty(0), weights, ids, clamped=clamped)
+        expected = combined_experts(x, self.host.w13[layer], self.host.w2[layer], weights, ids, clamped=clamped)
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1]), "rows are counted by expert, wherever it lies"
         held = self.slots.table.slot_of[self.slots.table.slot_of >= 0].tolist()
@@ -90,6 +98,13 @@ def test_results_are_those_of_resident_weights(slots: int, late: bool) -> None:
     assert counts["weights_bytes_read"] == counts["weights_read"] * model.host.expert_bytes
     if slots == ALL:
         assert counts["weights_read"] == ALL, "each expert once"
+
+
+def test_experts_in_any_slots_have_their_own_biases() -> None:
+    model = Model(EXPERTS + 3, late=True, clamped=True)
+    for rows in (MANY, FEW, FEW, MANY):
+        for layer in range(LAYERS):
+            model.visit(layer, rows)
 
 
 def test_a_large_group_fetches_all_experts_and_a_small_one_those_it_uses() -> None:
@@ -124,7 +139,7 @@ def test_neighbouring_experts_are_fetched_by_one_copy() -> None:
 
 
 def test_the_host_reads_the_routing_of_small_groups_only() -> None:
-    def runner(x: torch.Tensor, w13: torch.Tensor, *others: Any, f32_output: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def runner(x: torch.Tensor, w13: torch.Tensor, *others: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return x, torch.zeros(len(w13), device=x.device)
 
     groups = [torch.randint(EXPERTS, (rows, TOP_K)) for rows in (MANY, FEW)]
@@ -176,6 +191,19 @@ def test_experts_are_read_unchanged_from_the_checkpoint(checkpoint: Any) -> None
             )
             assert torch.equal(host.w13[layer, index], torch.cat([gate, up]))
             assert torch.equal(host.w2[layer, index], down)
+
+
+def test_stacked_experts_are_read_with_rows_of_gate_and_up_that_alternate(tmp_path: Any) -> None:
+    tensors = {
+        f"{module}.{name}": torch.randn(4, *shape)
+        for module in MODULES
+        for name, shape in {"gate_up_proj": (HIDDEN, 2 * INTER), "down_proj": (INTER, HIDDEN)}.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    host = read_experts(find_experts([str(tmp_path / "model.safetensors")], MODULES, range(2, 4), stacked=True), 2)
+    for layer, module in enumerate(MODULES):
+        assert torch.equal(host.w13[layer], tensors[f"{module}.gate_up_proj"][2:].transpose(1, 2))
+        assert torch.equal(host.w2[layer], tensors[f"{module}.down_proj"][2:].transpose(1, 2))
 
 
 def test_a_file_that_has_become_shorter_is_named(checkpoint: Any) -> None:

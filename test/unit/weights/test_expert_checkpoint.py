@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.errors import ConfigError
-from sgl_batch.weights.expert_checkpoint import find_experts, is_expert_weight
+from sgl_batch.weights.expert_checkpoint import find_experts
 
 HIDDEN, INTER = 10, 6
 NAMINGS = {
@@ -82,14 +83,46 @@ def test_every_matrix_is_found_at_its_file_offset(form: str, dtype: torch.dtype,
                 assert torch.equal(read(files[file], offset, tuple(tensor.shape), dtype), tensor)
 
 
+def stacked(module: str, experts: int = 4, dtype: torch.dtype = torch.bfloat16, *, inter: int = INTER) -> Tensors:
+    """Return a layer's experts as gpt-oss has them, beside biases."""
+    shapes = {"gate_up_proj": (HIDDEN, 2 * inter), "down_proj": (inter, HIDDEN)}
+    biases = {"gate_up_proj_bias": (2 * inter,), "down_proj_bias": (HIDDEN,)}
+    return {f"{module}.{name}": torch.randn(experts, *shape).to(dtype) for name, shape in {**shapes, **biases}.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_expert_of_stacked_ones_is_a_range_of_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
+    modules = [QWEN.format(3), QWEN.format(1)]
+    layers = [stacked(module, dtype=dtype) for module in modules]
+    name = f"{modules[1]}.down_proj"
+    files = [
+        saved(tmp_path / "a.safetensors", others(), {name: layers[1][name]}),
+        saved(tmp_path / "b.safetensors", layers[0], {key: one for key, one in layers[1].items() if key != name}),
+    ]
+    found = find_experts(files, modules, range(1, 4), stacked=True)
+    assert (found.files, found.dtype, found.hidden, found.inter) == (files, dtype, HIDDEN, INTER)
+    assert found.transposed
+    assert found.expert_bytes == 3 * HIDDEN * INTER * dtype.itemsize
+    for number, (module, tensors) in enumerate(zip(modules, layers, strict=True)):
+        for index, which in enumerate(range(1, 4)):
+            gate, up, down = found.file_offsets[number, index].tolist()
+            assert up == [gate[0], gate[1] + dtype.itemsize], "columns of gate and up alternate"
+            for (file, offset), key in ((gate, f"{module}.gate_up_proj"), (down, f"{module}.down_proj")):
+                expected = tensors[key][which]
+                assert torch.equal(read(files[file], offset, tuple(expected.shape), dtype), expected)
+
+
 def test_only_matrices_of_routed_experts_stay_in_their_files() -> None:
     assert is_expert_weight("model.layers.0.mlp.experts.17.down_proj.weight")
     assert is_expert_weight("model.layers.11.block_sparse_moe.experts.0.w2.weight")
+    assert is_expert_weight("model.layers.0.mlp.experts.gate_up_proj")
+    assert is_expert_weight("model.layers.0.mlp.experts.down_proj")
     for name in (
         "model.layers.0.mlp.shared_experts.gate_proj.weight",
         "model.layers.0.mlp.gate.weight",
         "model.layers.0.mlp.gate_proj.weight",
-        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.gate_up_proj_bias",
+        "model.layers.0.mlp.experts.gate_up_proj_blocks",
         "model.layers.0.mlp.experts.3.gate_proj.weight_scale_inv",
     ):
         assert not is_expert_weight(name)
@@ -136,6 +169,35 @@ def test_a_checkpoint_that_cannot_be_streamed_is_refused_with_a_remedy(
 ) -> None:
     file = saved(tmp_path / "model.safetensors", tensors())
     with pytest.raises(ConfigError, match=message):
+        find_experts([file], [MODULE], range(4))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (lambda: layer(MODULE), r"experts\.gate_up_proj and .*experts\.down_proj with an expert 0 are not in .*"),
+        (lambda: without(stacked(MODULE), "down_proj"), r"experts\.down_proj with an expert 0 are not in"),
+        (lambda: stacked(MODULE, 3), r"with an expert 3 are not in .* one tensor \[experts, .* --weights resident"),
+        (lambda: stacked(MODULE) | {f"{MODULE}.gate_up_proj": torch.zeros(4, HIDDEN, 11)}, r"are not in"),
+        (
+            lambda: stacked(MODULE) | {f"{MODULE}.down_proj": torch.zeros(4, INTER + 1, HIDDEN).to(torch.bfloat16)},
+            r"expert 0 of .* has a matrix of BF16\[10, 7\]; .* all alike, here BF16\[10, 6\]",
+        ),
+        (lambda: stacked(MODULE, dtype=torch.float16), r"the experts' weights are F16 in .*; .* are bf16 or float32"),
+    ],
+    ids=["not stacked", "a tensor missing", "too few experts", "odd columns", "other shape", "type"],
+)
+def test_stacked_experts_of_another_form_are_refused(
+    tensors: Callable[[], Tensors], message: str, tmp_path: Path
+) -> None:
+    file = saved(tmp_path / "model.safetensors", tensors())
+    with pytest.raises(ConfigError, match=message):
+        find_experts([file], [MODULE], range(4), stacked=True)
+
+
+def test_stacked_experts_are_refused_for_a_model_whose_gate_and_up_do_not_alternate(tmp_path: Path) -> None:
+    file = saved(tmp_path / "model.safetensors", stacked(MODULE))
+    with pytest.raises(ConfigError, match=r"experts\.0\.gate_proj\.weight .* are not in .*--weights resident"):
         find_experts([file], [MODULE], range(4))
 
 

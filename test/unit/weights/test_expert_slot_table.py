@@ -24,6 +24,14 @@ def test_an_expert_keeps_its_slot_until_it_is_released() -> None:
     assert (table.take(0, []), table.release(0, [])) == ([], [])
 
 
+def test_a_slot_is_mapped_back_to_its_expert() -> None:
+    table = ExpertSlotTable(LAYERS, EXPERTS, 5)
+    table.take(0, [3])
+    table.take(1, [6, 2])
+    assert table.expert_of(1).tolist() == [0, 6, 2, 0, 0]
+    assert table.expert_of(2).tolist() == [0] * 5
+
+
 def test_no_slot_is_lost_or_taken_twice() -> None:
     dice, table = random.Random(0), ExpertSlotTable(LAYERS, EXPERTS, MOST)
     for _ in range(500):

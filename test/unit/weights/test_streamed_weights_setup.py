@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ class Experts(torch.nn.Module):
         super().__init__()
         self.w13_weight = torch.nn.Parameter(torch.zeros(experts, 2 * inter, HIDDEN, dtype=dtype), requires_grad=False)
         self.w2_weight = torch.nn.Parameter(torch.zeros(experts, HIDDEN, inter, dtype=dtype), requires_grad=False)
+        plain = {"gemm1_alpha": None, "gemm1_clamp_limit": None, "gate_up_interleaved": False}
+        self.quant_method = SimpleNamespace(moe_runner_config=SimpleNamespace(**plain))
 
 
 class Layer(torch.nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("sgl_batch_kernel.expert_loader")
-from streamed_layers import EXPERTS, LAYERS, StreamedLayers, routed
+from streamed_layers import EXPERTS, HIDDEN, INTER, LAYERS, StreamedLayers, routed
 
 MANY, FEW = 40, 2  # tokens of a group that uses nearly all experts, and of one that uses a few
 ALL = LAYERS * EXPERTS
@@ -43,6 +43,18 @@ def test_streamed_results_equal_resident_ones_and_every_read_is_counted(slots: i
     assert model.count("bytes_read") == read * model.locations.expert_bytes
     if slots == ALL:
         assert read <= ALL, "each expert once"
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_stacked_experts_with_biases_compute_the_bits_of_resident_ones(int8: bool, tmp_path: Path) -> None:
+    model = StreamedLayers(tmp_path, EXPERTS + 3, clamped=True, int8=int8)
+    for rows in (MANY, FEW, 0, MANY):
+        for layer in range(LAYERS):
+            model.visit(layer, model.routing(rows))
+    model.leave_all()
+    assert model.count("bytes_read") == model.count("read") * model.locations.expert_bytes
+    staged = 2 * 2 * HIDDEN * INTER * 2 if int8 else 0  # of two threads, in bf16
+    assert model.slots.staging_bytes == staged
 
 
 @pytest.mark.parametrize("slots", MEMORY)

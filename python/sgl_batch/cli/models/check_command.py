@@ -130,11 +130,11 @@ def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
 
 def _memory(model: Model, config: BatchConfig, target: Target, may_stream: bool) -> dict[str, Any]:
     int8 = target.device == CPU and config.forward.cpu_weight_dtype == "int8"
-    weights, experts = model.weight_bytes(int8=int8)
+    weights = model.weight_bytes(int8=int8)
     numbers = {
         "parameters": model.parameters(),
-        "weight_bytes": weights,
-        "expert_bytes": experts,
+        "weight_bytes": weights.all,
+        "expert_bytes": weights.experts,
         "kv_token_bytes": model.kv_token_bytes,
         "length": target.length,
     }

@@ -104,7 +104,7 @@ class Predictor:
     def host_memory(self) -> dict[str, int]:
         """Return the bytes that an instance on GPUs takes of its machine's memory, by use."""
         memory = self.config.memory
-        experts = self.subject.model.weight_bytes()[1] if memory.weights == "streamed" else 0
+        experts = self.subject.model.weight_bytes().streamable if memory.weights == "streamed" else 0
         uses = {"streamed experts": experts, "host KV store": memory.kv_store_bytes}
         return {name: size for name, size in uses.items() if size and self.device == GPU}
 

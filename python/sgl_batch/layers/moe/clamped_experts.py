@@ -4,7 +4,7 @@ together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +31,10 @@ class ClampedExperts:
         gate_RI = gate_up_RJ[:, 0::2].clamp(max=self.limit)
         up_RI = gate_up_RJ[:, 1::2].clamp(min=-self.limit, max=self.limit)
         return gate_RI * torch.sigmoid(gate_RI * self.alpha) * (up_RI + 1)
+
+    def of_experts(self, experts_S: torch.Tensor) -> ClampedExperts:
+        """Return this for a choice of the experts, by number [S]."""
+        return replace(self, w13_bias=self.w13_bias[experts_S], w2_bias=self.w2_bias[experts_S])
 
 
 def clamped_experts_of(layer: ExpertLayer) -> ClampedExperts | None:

@@ -71,7 +71,7 @@ class Family(ABC):
     sinks: bool = False
     """Whether attention has sinks."""
     clamped_experts: bool = False
-    """Whether experts have biases and a clamped activation, and a checkpoint has those of a layer in one tensor."""
+    """Whether experts have biases and a clamped activation, and are stacked in a checkpoint."""
     dense: bool = False
     """Whether no layer has experts: then accumulation gains nothing for prompts."""
 
