@@ -235,8 +235,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
 
     def _attend(self, q: torch.Tensor, layer: Any, pieces: PieceMetadata, sinks: torch.Tensor | None) -> torch.Tensor:
         assert self._kernels is not None, "pieces are made for the native kernels"
-        rows = q.reshape(q.shape[0], -1)
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        rows = q if q.stride(-1) == 1 else q.contiguous()
         if isinstance(self.pool, LatentPagePool):
             pages = self.pool.get_pages(layer.layer_id)
             return native_paged.attend_latent(
@@ -267,6 +266,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         **kwargs: Any,
     ) -> torch.Tensor:
         self._check(layer, sinks, kwargs)
+        q = _rows_of(q, layer)
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
         if isinstance(self.forward_metadata, PieceMetadata):
@@ -290,6 +290,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         **kwargs: Any,
     ) -> torch.Tensor:
         self._check(layer, sinks, kwargs)
+        q = _rows_of(q, layer)
         if save_kv_cache:
             self._save(layer, forward_batch, k, v)
         if isinstance(self.forward_metadata, PieceMetadata):
@@ -304,6 +305,11 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
                 keys, values = self.pool.read_kv(layer.layer_id, kv_indices)
             out_THV[start:end] = prefill_attention(q_THD[start:end], keys, values, layer.scaling, _window(layer), sinks)
         return out_THV.view(q.shape[0], -1)
+
+
+def _rows_of(q: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Return queries as [rows, heads * head_dim]; some of SGLang's models give a row for each head."""
+    return q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim)
 
 
 def _window(layer: Any) -> int:

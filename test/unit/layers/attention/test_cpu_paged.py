@@ -247,6 +247,18 @@ def test_an_argument_that_we_do_not_know_is_refused_unless_it_is_none(mode):
         forward(*paged.rows(spans), paged.layer, batch, rope=torch.zeros(4))
 
 
+@pytest.mark.parametrize("mode", [DECODE, EXTEND], ids=["decode", "extend"])
+def test_queries_may_have_a_row_for_each_head(mode):
+    paged = PagedSequences([4])
+    paged.write([3])
+    spans = {0: (3, 4)}
+    batch = paged.batch(mode, spans)
+    paged.backend.init_forward_metadata(batch)
+    forward = paged.backend.forward_decode if mode.is_decode() else paged.backend.forward_extend
+    q, k, v = paged.rows(spans)
+    assert close(forward(q.view(-1, HEAD_DIM), k, v, paged.layer, batch), paged.expected(spans))
+
+
 def test_a_pool_of_another_layout_is_refused_by_its_type():
     runner = SimpleNamespace(token_to_kv_pool={}, req_to_token_pool=None)
     with pytest.raises(ConfigError, match="keeps its KV in dict, which the CPU attention backend cannot read"):
