@@ -247,6 +247,11 @@ def _cpu_alone(judged: JudgedConfig) -> str | None:
         return None
     if judged.get(*_SOFT_CAPS):
         return "it caps the logits of attention, which attention on a CPU does not do"
+    if isinstance(judged.get("moe_intermediate_size"), list):
+        return (
+            "its moe_intermediate_size is a list by layer, which SGLang cannot read on a CPU: if all are equal, give "
+            "one number with --json-model-override-args"
+        )
     asked = judged.get(*QUANTIZATION_FIELDS)
     if asked:
         method = str(asked.get("quant_method", "unknown")) if isinstance(asked, Mapping) else str(asked)

@@ -33,6 +33,10 @@ class Cell:
 _WORKS, _UNRUN = Cell(status=Status.WORKS), Cell(status=Status.UNRUN)
 
 
+def _works(note: str) -> Cell:
+    return Cell(status=Status.WORKS, note=note)
+
+
 def _refused(reason: str) -> Cell:
     return Cell(status=Status.REFUSED, note=reason)
 
@@ -83,6 +87,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily("Apertus", ("ApertusForCausalLM",)),
     ModelFamily("Arcee", ("ArceeForCausalLM",)),
     ModelFamily("Cohere Command-R", ("CohereForCausalLM",)),
+    ModelFamily("Cohere2 (Command R7B, A)", ("Cohere2ForCausalLM",), cpu=_works("sequences no longer than its window")),
     ModelFamily("ERNIE-4.5", ("Ernie4_5ForCausalLM",)),
     ModelFamily("Gemma (first)", ("GemmaForCausalLM",)),
     ModelFamily("GLM-4", ("Glm4ForCausalLM",)),
@@ -90,14 +95,25 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily("GPT-BigCode (StarCoder)", ("GPTBigCodeForCausalLM",)),
     ModelFamily("Granite", ("GraniteForCausalLM",)),
     ModelFamily("Granite-MoE", ("GraniteMoeForCausalLM",)),
+    ModelFamily("HunYuan-V1, dense", ("HunYuanDenseV1ForCausalLM",), cpu=_works("with use_qk_norm in its config")),
+    ModelFamily(
+        "HunYuan-V1, MoE",
+        ("HunYuanMoEV1ForCausalLM",),
+        cpu=_works("moe_intermediate_size must be one number (--json-model-override-args)"),
+    ),
     ModelFamily("Ministral-3", ("Ministral3ForCausalLM",)),
     ModelFamily("OLMo", ("OlmoForCausalLM",)),
     ModelFamily("OLMo-2", ("Olmo2ForCausalLM",)),
+    ModelFamily("OPT", ("OPTForCausalLM",)),
+    ModelFamily("Persimmon", ("PersimmonForCausalLM",)),
     ModelFamily("Phi-3, Phi-4", ("Phi3ForCausalLM",)),
     ModelFamily("Seed-OSS", ("SeedOssForCausalLM",)),
     ModelFamily("SmolLM3", ("SmolLM3ForCausalLM",)),
     ModelFamily("StableLM", ("StableLmForCausalLM",)),
     ModelFamily("StarCoder2", ("Starcoder2ForCausalLM",)),
+    ModelFamily(
+        "AFMoE (Trinity)", ("AfmoeForCausalLM",), cpu=_refused("SGLang computes its experts by a GPU's kernel")
+    ),
     ModelFamily("ERNIE-4.5-MoE", ("Ernie4_5_MoeForCausalLM",), cpu=_refused("SGLang's choice of experts fails there")),
     ModelFamily("DBRX", ("DbrxForCausalLM",), cpu=_refused("SGLang's model of it allocates its experts on a GPU")),
     ModelFamily("EXAONE-4", ("Exaone4ForCausalLM",), cpu=_refused("SGLang wants attention of a GPU for it")),

@@ -52,16 +52,18 @@ ON_ALL_DEVICES += [
     for name in ("Baichuan", "Cohere", "GraniteMoe", "Mixtral", "Olmo2", "Olmoe", "Qwen2Moe", "StableLm", "Starcoder2")
 ]
 WINDOWED = {"sliding_window": 64, "max_position_embeddings": 4096}
+HUNYUAN = {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": 2, "head_dim": 8}
+READ = {"use_mixed_mlp_moe": False, "use_qk_norm": True}
 ON_A_CPU = [
     ("Phi3ForCausalLM", WINDOWED, "only to the last 64 tokens"),
     ("Gemma3ForCausalLM", {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}, "--context-length 64"),
     ("Gemma2ForCausalLM", {"attn_logit_softcapping": 50.0}, "caps the logits"),
     ("Qwen3MoeForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\).*bfloat16"),
     ("LlamaForCausalLM", {"compression_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
+    ("HunYuanMoEV1ForCausalLM", {**HUNYUAN, **READ, "moe_intermediate_size": [16, 16]}, "one number with --json-model"),
     ("OddForCausalLM", {"head_dim": 192, "v_head_dim": 128}, "128 channels"),
 ]
 # Fields as transformers writes them.
-HUNYUAN = {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": 2, "head_dim": 8}
 DBRX = {"attn_config": {"clip_qkv": None, "kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 16, "moe_top_k": 1}}
 UNREADABLE = [
     ("HunYuanMoEV1ForCausalLM", HUNYUAN, "lacks moe_intermediate_size, use_mixed_mlp_moe, use_qk_norm, which"),
@@ -73,7 +75,7 @@ UNREADABLE = [
 READABLE = [
     (
         "HunYuanMoEV1ForCausalLM",
-        {**HUNYUAN, "moe_intermediate_size": [16, 16], "use_mixed_mlp_moe": False, "use_qk_norm": True},
+        {**HUNYUAN, **READ, "moe_intermediate_size": [16, 16]},
     ),
     ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}),
     ("HYV3ForCausalLM", {"route_norm": False}),
