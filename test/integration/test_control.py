@@ -1,7 +1,8 @@
-"""Pauses, aborts and new weights change only the answers they should: on one rank and two, with a store and without."""
+"""Pauses, aborts, new plans and weights change only the answers they should: on one rank and two, also with a store."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -15,15 +16,17 @@ from safetensors.torch import load_file
 from sglang.srt.utils import init_custom_process_group
 
 from sgl_batch import Engine
+from sgl_batch.core.replay import replay_trace
 
 from .conftest import FAMILIES, EngineCache, Prompts
-from .paused_runs import LONG, ask, counters, load_from, run_paused, tensors_for, trained_copy
+from .paused_runs import LONG, ask, counters, load_from, run_paused, states, tensors_for, trained_copy
 from .whole_sequences import WholeSequences
 
 pytestmark = pytest.mark.engine
 
 PAGE = 16
-SMALL = {"dtype": "float32", "page_size": PAGE, "b_moe_prefill": 700, "b_moe_decode": 8, "boundary_tokens": 8}
+SIZES = {"b_moe_prefill": 700, "b_moe_decode": 8, "boundary_tokens": 8}
+SMALL = {"dtype": "float32", "page_size": PAGE, **SIZES}
 ROUTING = {"enable_return_routed_experts": True}
 RANKS = {"tp_size": 2, "dp_size": 2, "ep_size": 2, "enable_dp_attention": True}
 # A device for 60 pages; the prompts below and their outputs take 130.
@@ -50,8 +53,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(kind: str, model_path: Callable[[str], str]) -> Iterator[Any]:
-    engine = Engine(model_path=model_path(FAMILIES[0]), **SMALL, **ROUTING, **KINDS[kind])
+def trace_file(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("control") / f"{kind}.jsonl"
+
+
+@pytest.fixture(scope="module")
+def engine(kind: str, trace_file: Path, model_path: Callable[[str], str]) -> Iterator[Any]:
+    settings = {**SMALL, **ROUTING, **KINDS[kind], "trace_file": str(trace_file)}
+    engine = Engine(model_path=model_path(FAMILIES[0]), **settings)
     yield engine
     engine.shutdown()
 
@@ -95,6 +104,40 @@ def test_a_pause_changes_no_answer(mode: str, engine: Any, inputs: list[list[int
     assert (after.get("retractions", 0) > retractions) == (mode == "retract")
     if mode == "retract":
         assert after["recomputed_tokens_planned"] - planned > 200
+
+
+@by_ranks
+def test_a_plan_refined_in_the_middle_changes_no_answer_and_replays(
+    engine: Any, inputs: list[list[int]], trace_file: Path
+) -> None:
+    whole, before = ask(engine, inputs), counters(engine)
+
+    async def refined() -> list[Any]:
+        tasks = [asyncio.ensure_future(engine.async_generate(input_ids=ids, sampling_params=LONG)) for ids in inputs]
+        while (await states(engine))[0]["counters"]["decode_steps"] < before["decode_steps"] + 3:
+            await asyncio.sleep(0.002)
+        smaller = {
+            "b_moe_decode": 3,
+            "b_attn_decode": 2,
+            "b_attn_prefill": 64,
+            "boundary_tokens": 5,
+            "accumulate": False,
+        }
+        await engine.refine_plan(smaller, "a test")
+        return list(await asyncio.gather(*tasks))
+
+    try:
+        assert [answer["output_ids"] for answer in engine.loop.run_until_complete(refined())] == whole
+        stats, ranks = engine.batch_stats(), engine.server_args.dp_size
+        assert (stats["plan"]["decode"]["b_moe"], stats["plan"]["boundary_tokens"]) == (3, 5)
+        assert stats["counters"]["plan_refinements"] - before.get("plan_refinements", 0) == ranks
+    finally:
+        engine.set_plan(**{**SIZES, "b_attn_decode": 0, "b_attn_prefill": 2048, "accumulate": None})
+    events = [json.loads(line) for line in trace_file.read_text().splitlines()]
+    assert [one["why"] for one in events if one.get("decision") == "plan"][:ranks] == ["a test"] * ranks
+    number, differences = replay_trace(events)
+    assert number > 0
+    assert differences == []
 
 
 # What requests ask for besides tokens, in turn. The grammars do not end before an answer does.

@@ -19,7 +19,7 @@ from sgl_batch.core.rank_agreement import GroupDecision, Migration, Movable, Ran
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import of_prompt
 
-VERSION = 4
+VERSION = 5
 # The counts of a State by their names in a record.
 COUNTS = {
     "running": "running",
@@ -207,6 +207,22 @@ def arrival_record(
         "store_pages": None if store is None else store.total_pages,
         "most_prompt_tokens": most_prompt_tokens,
         "actions": plain_actions(actions),
+    }
+
+
+def plan_record(before: Plan, after: Plan, flags: Mapping[str, Any], device: Mapping[str, Any], why: str) -> Plain:
+    """Return a change of the plan, as plain data.
+
+    `flags`: the configuration from then on, by the names of its flags. `device`: what the plan is fitted to.
+    """
+    return {
+        "version": VERSION,
+        "decision": "plan",
+        "why": why,
+        "before": before.as_dict(),
+        "flags": dict(flags),
+        "device": dict(device),
+        "actions": after.as_dict(),
     }
 
 

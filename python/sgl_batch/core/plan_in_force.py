@@ -97,6 +97,11 @@ class PlanInForce:
         self._plan = self._made_of(self._config)
         return self._plan
 
+    def device_facts(self) -> dict[str, Any]:
+        """Return what `fit` was called with, as a record of a change holds it."""
+        assert self._device is not None, "the plan is made when the device is known"
+        return dataclasses.asdict(self._device)
+
     def reserve(self) -> None:
         """Allow no larger groups than the present plan's from now on: the device has working memory for these."""
         self._reserved = self.plan

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_batch.config import from_mapping
 from sgl_batch.core import decide
 from sgl_batch.core.admission_policy import AsNoted
 from sgl_batch.core.decision_record import COUNTS, VERSION, plain_actions, plain_group
@@ -20,10 +21,12 @@ from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import PhasePlan, Plan
+from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
 from sgl_batch.core.resident_prompts import ResidentPrompts
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
+from sgl_batch.errors import ConfigError
 
 Record = Mapping[str, Any]
 
@@ -85,14 +88,21 @@ def replay_trace(events: Iterable[Record]) -> tuple[int, list[Difference]]:
 
 
 def replay(records: Iterable[Record]) -> Iterator[Difference]:
-    """Yield the decisions of one rank that differ from their records. Raises ReplayError for another version."""
+    """Yield the decisions of one rank that differ from their records. Raises ReplayError for another version.
+
+    A decision differs, too, if its plan is another than the one in force: that of the first record, or of the last
+    recorded change.
+    """
     policies: dict[str, KVPolicy] = {}
+    in_force: Any = None
     for number, record in enumerate(records, 1):
         if record.get("version") != VERSION:
             raise ReplayError(f"record {number} has version {record.get('version')}; this program reads {VERSION}")
+        known, in_force = in_force, _plan_after(record, in_force)
         try:
+            _check_plan(record, known)
             replayed = _replayed(record, policies)
-        except ReplayError as error:
+        except (ReplayError, ConfigError) as error:
             replayed = f"{error}"
         except AssertionError as error:
             replayed = f"the decision fails: {error}"
@@ -100,8 +110,22 @@ def replay(records: Iterable[Record]) -> Iterator[Difference]:
             yield Difference(number=number, recorded=record["actions"], replayed=replayed)
 
 
+def _plan_after(record: Record, in_force: Any) -> Any:
+    """Return the plan in force after a record; `in_force`: before it, None where it is not known yet."""
+    return record["actions"] if record["decision"] == "plan" else record.get("plan", in_force)
+
+
+def _check_plan(record: Record, in_force: Any) -> None:
+    """Raise ReplayError for a record whose plan is not the one in force."""
+    found = record.get("before" if record["decision"] == "plan" else "plan")
+    if found is not None and in_force is not None and found != in_force:
+        raise ReplayError(f"its plan is not the one in force, which is {in_force}")
+
+
 def _replayed(record: Record, policies: dict[str, KVPolicy]) -> Any:
     match record["decision"]:
+        case "plan":
+            return PlanInForce(from_mapping(record["flags"])).fit(**record["device"]).as_dict()
         case "group":
             return _group(record)
         case "arrival":

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sgl_batch.checkpoint.model_directory import ModelSource
 from sgl_batch.config import BatchConfig, from_mapping, split_kwargs
+from sgl_batch.core.plan_change import PlanChange
 from sgl_batch.engine import launch
 from sgl_batch.engine.line_answers import LineAnswers
 from sgl_batch.engine.own_loop import OwnLoop
 from sgl_batch.engine.process_spec import ProcessSpec
 from sgl_batch.engine.rank_stats import merged_stats
 from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.planner.refinement import PlanBasis
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.workload import Workload
 from sgl_batch.sglang_adapter import processes
@@ -140,11 +143,31 @@ class Engine(processes.RankedEngine):
         Raises:
             ConfigError: A name is unknown, or a value cannot work. The plan stays as it is.
         """
-        wanted = from_mapping({**self.batch_config.flat(), **limits})
-        request = SetInternalStateReq(server_args=limits)
-        updated = self.loop.run_until_complete(self.tokenizer_manager.set_internal_state(request))
-        if not all(updated):
-            states = self.loop.run_until_complete(self.tokenizer_manager.get_internal_state())
+        self.loop.run_until_complete(self._change_plan(PlanChange(values=limits)))
+
+    def plan_basis(self) -> PlanBasis | None:
+        """Return what a refinement of the plan is made from; None without a profile."""
+        basis = self.start_plan.basis
+        most: int | None = self.tokenizer_manager.server_args.max_running_requests
+        return None if basis is None else replace(basis, most_running=most)
+
+    async def refine_plan(self, values: Mapping[str, Any], why: str) -> None:
+        """Change the plan at the next boundary, on all ranks. Called on `loop`.
+
+        Args:
+            values: New values, as for `set_plan`.
+            why: The reason, for the trace.
+
+        Raises:
+            ConfigError: A value cannot work. The plan stays as it is.
+        """
+        await self._change_plan(PlanChange(values=values, why=why))
+
+    async def _change_plan(self, change: PlanChange) -> None:
+        wanted = from_mapping({**self.batch_config.flat(), **change.values})
+        request = SetInternalStateReq(server_args=change.as_message())
+        if not all(await self.tokenizer_manager.set_internal_state(request)):
+            states = await self.tokenizer_manager.get_internal_state()
             raise ConfigError(states[0]["sgl_batch"]["refused_change"])
         self.batch_config = wanted
 

@@ -16,6 +16,7 @@ from itertools import islice
 from sgl_batch.core.answers import EngineStats
 from sgl_batch.errors import EngineError
 from sgl_batch.file_run.ordered_output import OrderedOutput
+from sgl_batch.file_run.plan_refiner import PlanRefiner, RunProgress
 from sgl_batch.file_run.result_sink import ResultSink
 from sgl_batch.file_run.resume import EarlierRun
 from sgl_batch.file_run.run_result import RunResult, RunStatus
@@ -63,8 +64,10 @@ class FileRun:
         claim_id: ClaimId,
         display: ProgressDisplay,
         clock: Callable[[], float] = time.monotonic,
+        refiner: PlanRefiner | None = None,
     ) -> None:
         self._settings = settings
+        self._refiner = refiner
         self._lines = lines
         self._engine = engine
         self._claim_id = claim_id
@@ -99,6 +102,8 @@ class FileRun:
             over.set()
             watch.cancel()
             await asyncio.wait({watch, tick})
+            if self._refiner is not None:
+                await self._refiner.close()
         tick.result()
         await self._sink.write_rest()
         stats = await self._read_stats(STATS_WAIT_S if self._halted is None else STATS_WAIT_HALTED_S)
@@ -217,7 +222,7 @@ class FileRun:
             now = self._clock()
             if now - counted_s >= STATS_EVERY_S:
                 counted_s = now
-                self._count_live(await self._read_stats(0.0))
+                self._look_at(await self._read_stats(0.0))
             if now - synced_s >= SYNC_EVERY_S:
                 synced_s = now
                 await self._sink.sync()
@@ -232,9 +237,14 @@ class FileRun:
             self._engine_died(error)
             return None
 
-    def _count_live(self, stats: EngineStats | None) -> None:
+    def _look_at(self, stats: EngineStats | None) -> None:
         if stats is None or self._baseline is None:
             return
+        if self._refiner is not None:
+            done, lengths = self._tracker.done, self._sink.lengths.workload()
+            answered = self._tracker.ok - (self._settings.earlier.ok if self._settings.earlier else 0)
+            left = self._settings.total - done
+            self._refiner.observe(stats, RunProgress(left=left, answered=answered, lengths=lengths))
         counters = stats.since(self._baseline).counters
         if "prompt_tokens" in counters and "output_tokens" in counters:
             self._tracker.live_tokens(
@@ -261,4 +271,5 @@ class FileRun:
             stats=stats,
             lengths=self._sink.lengths.workload(),
             kept=self._settings.earlier.num_done if self._settings.earlier else 0,
+            refinements=tuple(self._refiner.records) if self._refiner is not None else (),
         )

@@ -95,6 +95,7 @@ class Manifest:
             },
             "engine": None if result.stats is None else _describe_stats(result.stats),
             **({"prediction": result.plan.as_dict()} if result.plan is not None and result.plan.measured else {}),
+            **({"refinements": [dict(one) for one in result.refinements]} if result.refinements else {}),
         }
         self.write()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from sgl_batch.core.answers import EngineStats
 from sgl_batch.file_run.plan_outcome import PlanOutcome
@@ -49,6 +50,7 @@ class RunResult:
     """The end of a run. `message` says why it did not complete. `stats` is None where the engine sent none.
 
     `lengths`: of the answered lines; None without any. `plan`: what became of the plan's prediction, where known.
+    `refinements`: what was decided about the plan during the run (file_run/plan_refiner).
     """
 
     status: RunStatus
@@ -63,6 +65,7 @@ class RunResult:
     stats: EngineStats | None = None
     lengths: Workload | None = None
     plan: PlanOutcome | None = None
+    refinements: Sequence[Mapping[str, Any]] = ()
     kept: int = 0  # lines of an earlier run; tokens and time are those of this run
 
     @property

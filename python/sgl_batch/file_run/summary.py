@@ -30,6 +30,7 @@ def format_summary(result: RunResult) -> str:
         lines += _experts(result.stats)
     if result.plan is not None:
         lines += result.plan.lines()
+    lines += [f"Plan during the run: {one['line']}" for one in result.refinements]
     if result.ok == 0:
         lines.append("Warning: no line has an output.")
     return "\n".join(lines)

@@ -38,8 +38,16 @@ class Part:
 class RankSteps:
     """Replaces the executor's `next_batch` where there are several ranks."""
 
-    def __init__(self, executor: BoundaryExecutor, group: RankGroup, migration: RankMigration) -> None:
+    def __init__(
+        self,
+        executor: BoundaryExecutor,
+        group: RankGroup,
+        migration: RankMigration,
+        at_boundary: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take what acts and agrees. `at_boundary` is called before anything is decided at a boundary."""
         self._executor, self._group, self._migration = executor, group, migration
+        self._at_boundary = at_boundary
         self._changes: deque[Callable[[], None]] = deque()
         self._changes_known = self._changes_due = self._changes_made = 0
 
@@ -87,6 +95,7 @@ class RankSteps:
 
     def _boundary(self, running: ScheduleBatch, step: GroupStep) -> Part:
         executor, began = self._executor, time.perf_counter()
+        self._at_boundary()
         with executor.clock.part("boundary"):
             running = executor.extend_running(running)
             actions = self._group.decide(self._state_message(running), executor.plan)

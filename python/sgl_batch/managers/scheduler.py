@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from sgl_batch import config
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.admission_policy import make_admission
 from sgl_batch.core.order import make_order
+from sgl_batch.core.page_boundary import boundary_due
+from sgl_batch.core.plan_change import PlanChange
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.core.start_choices import OFF, StartChoices, line_of
 from sgl_batch.distributed.rank_context import RankContext
@@ -25,6 +26,7 @@ from sgl_batch.kv_offload.kv_choice import kv_form
 from sgl_batch.kv_offload.kv_tiers import KVTiers
 from sgl_batch.kv_offload.overflow_store import overflow_directory
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.managers.plan_changes import PlanChanges
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
@@ -86,6 +88,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self._tiers: KVTiers | None = None
         self._mixed_prefill_results: tuple[ScheduleBatch, BatchResult] | None = None
         self._trace = TraceWriter(context.config.trace.trace_file, context.rank)
+        self._plan_changes = PlanChanges(context.in_force, context.counters, self._trace)
         super().__init__(*args, **kwargs)
         # SGLang bounds inputs by the size of the pool. Ours is the context; `core.admission.refusal` checks the pool.
         self.max_req_input_len = self.model_config.context_len
@@ -152,8 +155,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         RankHeartbeat(rank_context, ranks.rank_timeout_s).start()
         # With an account of its own for admission, sequences that can move have their KV in the store, or can go there.
         if self._tiers is None or self.executor.admission_ledger is self.executor.ledger:
-            return RankSteps(self.executor, group, migrates(RankSequences(self, self.executor)))
-        return RankSteps(self.executor, group, migrates(StoredSequences(self, self.executor, self._tiers.stored)))
+            migration = migrates(RankSequences(self, self.executor))
+        else:
+            migration = migrates(StoredSequences(self, self.executor, self._tiers.stored))
+        return RankSteps(self.executor, group, migration, self._plan_changes.at_boundary)
 
     def _all_gather(self, rank_context: RankContext) -> SharedMemoryAllGather | None:
         """Return the ranks' all-gather through shared memory, or None where they share no memory."""
@@ -273,6 +278,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             running_batch.filter_batch()
         if self.rank_steps is not None:
             return self._next_part(self.rank_steps.next_part(running_batch))
+        if self._plan_changes.waits and boundary_due(self.executor.state(running_batch), self.executor.plan):
+            self._plan_changes.at_boundary()
         batch, running_batch = self.executor.next_batch(running_batch)
         return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
 
@@ -421,23 +428,26 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             super().save_remote_model(**kwargs)
 
     def set_internal_state(self, recv_req: StateChange) -> SetInternalStateReqOutput:
-        """Change numbers of the plan between two steps, the same two on all ranks. Other names go to SGLang."""
-        changes = recv_req.server_args
-        if not changes.keys() <= config.field_names():
+        """Change numbers of the plan between two steps, the same two on all ranks. Other names go to SGLang.
+
+        A refinement waits for a boundary, the same one on all ranks.
+        """
+        change = PlanChange.of_message(recv_req.server_args)
+        if change is None:
             return super().set_internal_state(recv_req)
-        in_force = self.context.in_force
         try:
-            wanted = in_force.prepare(changes)
+            wanted = self.context.in_force.prepare(change.values)
         except ConfigError as error:
             self._refused_change = str(error)
             logger.warning("the plan stays as it is: %s", error)
             return SetInternalStateReqOutput(updated=False)
         self._refused_change = None
         self._check_overlap(wanted)
+        make = partial(self._plan_changes.make, wanted, change.why)
         if self.rank_steps is None:
-            in_force.apply(wanted)
+            make()
         else:
-            self.rank_steps.between_steps(partial(in_force.apply, wanted))
+            self.rank_steps.between_steps(make)
         return SetInternalStateReqOutput(updated=True)
 
     def _overflow_directory(self) -> str:

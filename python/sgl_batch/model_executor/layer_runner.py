@@ -137,6 +137,8 @@ class LayerRunner:
             phase = "decode" if batch.forward_mode.is_decode() else "prefill"
             self.counters.add(f"{phase}_groups")
             self.counters.add(f"{phase}_rows", len(batch.input_ids))
+            if batch.forward_mode.is_decode():
+                self.counters.add("decode_kv_tokens", batch.seq_lens_sum or 0)
             calls = len(self._spans(batch)) * len(self.family.layers(self.model))
             self.counters.add("attention_calls", calls)
         if len(batches) > 1:

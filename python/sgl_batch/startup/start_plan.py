@@ -16,6 +16,7 @@ from sgl_batch.planner.candidate import INCLUSIVE, RESIDENT, STREAMED, Candidate
 from sgl_batch.planner.candidates import Allowed, kv_forms
 from sgl_batch.planner.cost_model import fit
 from sgl_batch.planner.model_layers import ModelLayers
+from sgl_batch.planner.refinement import INTERVAL, PlanBasis, limits_of
 from sgl_batch.planner.samples import Profile
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, MemoryOf, predict_candidate, search
@@ -61,6 +62,7 @@ class StartPlan:
         prediction: Of that workload; None without a profile.
         predict: Predicts a run of another workload in this configuration; None without a profile.
         again: The command that makes the profile again.
+        basis: What a refinement during the run is made from; None without a profile.
     """
 
     config: BatchConfig
@@ -70,6 +72,7 @@ class StartPlan:
     prediction: Prediction | None = None
     predict: Predict | None = None
     again: str = ""
+    basis: PlanBasis | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return it as JSON for a manifest, without the configuration."""
@@ -128,6 +131,17 @@ def choose(config: BatchConfig, given: Collection[str], found: PlanInputs, workl
             predict_candidate, best.candidate, costs=costs, model=found.layers, allowed=allowed, memory=best.memory
         ),
         again=found.again,
+        basis=PlanBasis(
+            candidate=best.candidate,
+            costs=costs,
+            model=found.layers,
+            allowed=allowed,
+            memory=best.memory,
+            memory_of=found.memory_of,
+            workload=workload,
+            fixed_interval=INTERVAL in given,
+            reserved=limits_of(best.candidate) if config.memory.device_memory else {},
+        ),
     )
 
 

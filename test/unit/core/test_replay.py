@@ -11,12 +11,14 @@ from rank_builders import movable, rank, running
 from sequence_builders import choices, plan, sequence
 from virtual_schedule import Request, VirtualSchedule
 
+from sgl_batch.config import from_mapping
 from sgl_batch.core import decide
 from sgl_batch.core.actions import Abort, Migrate, ParallelForm, Partition, Phase, SwitchPhase
-from sgl_batch.core.decision_record import Observed, arrival_record, group_record, plain_actions
+from sgl_batch.core.decision_record import Observed, arrival_record, group_record, plain_actions, plan_record
 from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.rank_agreement import Migration, decide_group
 from sgl_batch.core.replay import POLICIES, ReplayError, replay
 from sgl_batch.core.resident_prompts import ResidentPrompts
@@ -213,6 +215,19 @@ def test_a_record_with_one_field_altered_no_longer_replays(path, value):
     assert [difference.number for difference in differences] == [1]
 
 
+def test_the_plan_changes_only_where_a_record_says_so():
+    in_force = PlanInForce(from_mapping({"boundary_tokens": 4}))
+    before = in_force.fit(page_size=8, max_running=64, can_reenter=True)
+    in_force.apply(in_force.prepare({"boundary_tokens": 2}))
+    change = plan_record(before, in_force.plan, in_force.config.flat(), in_force.device_facts(), "less time")
+    first = {**tight_boundary(), "plan": before.as_dict()}
+    second = altered(first, ("plan", "boundary_tokens"), 2)
+    assert list(replay(as_read([first, change, second, second]))) == []
+    assert [one.number for one in replay(as_read([first, second, second]))] == [2], "another plan without a change"
+    assert [one.number for one in replay(as_read([first, change, first]))] == [3]
+    assert [one.number for one in replay(as_read([altered(change, ("flags", "boundary_tokens"), 3)]))] == [1]
+
+
 def test_a_record_of_another_version_is_refused():
-    with pytest.raises(ReplayError, match="record 1 has version 5; this program reads 4"):
-        list(replay([altered(tight_boundary(), ("version",), 5)]))
+    with pytest.raises(ReplayError, match="record 1 has version 6; this program reads 5"):
+        list(replay([altered(tight_boundary(), ("version",), 6)]))

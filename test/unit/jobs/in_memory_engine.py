@@ -18,6 +18,7 @@ from hashlib import sha256
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.partial_output import PartialOutput
 from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.planner.refinement import PlanBasis
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.workload import Workload
 
@@ -120,6 +121,12 @@ class InMemoryBatchEngine:
 
     def predict(self, workload: Workload) -> Prediction | None:
         return self.prediction
+
+    def plan_basis(self) -> PlanBasis | None:
+        return None
+
+    async def refine_plan(self, values: Mapping[str, object], why: str) -> None:
+        raise AssertionError("nothing predicts another plan")
 
     def shutdown(self) -> None:
         self.is_shut_down = True

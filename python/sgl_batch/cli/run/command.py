@@ -28,6 +28,7 @@ from sgl_batch.file_run.line_file import LineFile
 from sgl_batch.file_run.manifest import Manifest, RunFacts, differences, read_manifest, redacted
 from sgl_batch.file_run.ordered_output import OrderedOutput
 from sgl_batch.file_run.plan_outcome import compare
+from sgl_batch.file_run.plan_refiner import PlanRefiner
 from sgl_batch.file_run.resume import EarlierRun, RunFiles, read_earlier
 from sgl_batch.file_run.run_result import RunResult, RunStatus
 from sgl_batch.file_run.summary import format_summary
@@ -41,6 +42,7 @@ from sgl_batch.jobs.seen_ids import SeenIds
 from sgl_batch.jobs.tables.row_lines import write_lines
 from sgl_batch.jobs.tables.sources import Table, is_table
 from sgl_batch.owned_directory import OwnedDirectory, remove_abandoned
+from sgl_batch.planner.refinement import PlanBasis
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.workload import Workload
 
@@ -62,6 +64,14 @@ class BatchEngine(Protocol):
 
     def predict(self, workload: Workload) -> Prediction | None:
         """Return the predicted run of a batch, or None where nothing predicts it."""
+        ...
+
+    def plan_basis(self) -> PlanBasis | None:
+        """Return what a refinement of the plan is made from, or None where nothing predicts another."""
+        ...
+
+    async def refine_plan(self, values: Mapping[str, Any], why: str) -> None:
+        """Change the plan at the next boundary. Raises ConfigError for values that cannot work."""
         ...
 
     def shutdown(self) -> None:
@@ -254,6 +264,7 @@ class _Run:
                 output,
                 seen.claim,
                 self._display,
+                refiner=self._refiner(engine, str(facts.plan["planned"]["source"])),
             )
             try:
                 result = engine.loop.run_until_complete(self._drive(job, directory))
@@ -264,10 +275,23 @@ class _Run:
             options.table.finish(self._run_id, total)
         if result.status is RunStatus.COMPLETED and result.lengths is not None and result.stats is not None:
             prediction = engine.predict(result.lengths)
-            result = replace(result, plan=compare(facts.plan["planned"], prediction, result.stats, result.wall_s))
+            outcome = compare(facts.plan["planned"], prediction, result.stats, result.wall_s)
+            if any(one.get("changes") for one in result.refinements):
+                outcome = replace(outcome, note="The plan changed during the run; it was predicted as it began.")
+            result = replace(result, plan=outcome)
         manifest.finish(result)
         self._report(result)
         return result.exit_code
+
+    def _refiner(self, engine: BatchEngine, source: str) -> PlanRefiner:
+        return PlanRefiner(
+            engine.plan_basis(),
+            source,
+            engine.refine_plan,
+            self._display.note,
+            after_s=60 * self._options.refine_after,
+            least_left=self._options.refine_least_left,
+        )
 
     @property
     def _shown_output(self) -> Path:

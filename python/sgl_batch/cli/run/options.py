@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from sgl_batch.byte_sizes import HOW_TO_WRITE, parse_bytes
 from sgl_batch.errors import ConfigError
 from sgl_batch.file_run.file_run import DEFAULT_MAX_IN_FLIGHT
+from sgl_batch.file_run.plan_refiner import DEFAULT_AFTER_MINUTES, DEFAULT_LEAST_LEFT
 from sgl_batch.file_run.table_output import TableOutput
 from sgl_batch.jobs.progress_display import MODES
 from sgl_batch.jobs.request_line import DEFAULT_MAX_LINE_BYTES
@@ -84,6 +85,8 @@ class RunOptions:
     max_in_flight: int
     max_line_bytes: int
     limit: int | None
+    refine_after: float
+    refine_least_left: int
     progress: str
     overwrite: bool
     resume: bool
@@ -109,7 +112,11 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
     if isinstance(args.max_line_bytes, str):
         args.max_line_bytes = parse_bytes("--max-line-bytes", args.max_line_bytes)
     _check_range("--seed", args.seed, 0, MAX_JOB_SEED)
-    for flag in ("max_in_flight", "max_line_bytes", "limit"):
+    if not 0 <= args.refine_after < float("inf"):
+        raise ConfigError(
+            f"--refine-after is {args.refine_after}; it takes minutes, or 0 to keep the plan of the start"
+        )
+    for flag in ("max_in_flight", "max_line_bytes", "limit", "refine_least_left"):
         _check_range("--" + flag.replace("_", "-"), getattr(args, flag), 1, None)
     if args.resume and args.overwrite:
         raise ConfigError("--resume continues OUTPUT and --overwrite replaces it; give one of them")
@@ -131,6 +138,8 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
         max_in_flight=args.max_in_flight,
         max_line_bytes=args.max_line_bytes,
         limit=args.limit,
+        refine_after=args.refine_after,
+        refine_least_left=args.refine_least_left,
         progress=args.progress,
         overwrite=args.overwrite,
         resume=args.resume,
@@ -248,6 +257,18 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add_count(
         "--max-in-flight", DEFAULT_MAX_IN_FLIGHT, "the most lines that the engine has at a time (default: %(default)s)"
     )
+    text = (
+        "refine the plan from measured steps when decode has run so long, then after twice as long, and so on; 0: never"
+    )
+    add(
+        "--refine-after",
+        type=float,
+        default=DEFAULT_AFTER_MINUTES,
+        metavar="MINUTES",
+        text=f"{text} (default: %(default)g; needs a kept profile, see `sgl-batch plan --profile`)",
+    )
+    text = "refine the plan only while so many lines have no answer (default: %(default)s)"
+    add_count("--refine-least-left", DEFAULT_LEAST_LEFT, text)
     text = f"the longest line; a longer one fails; {HOW_TO_WRITE} (default: %(default)s)"
     add("--max-line-bytes", default=DEFAULT_MAX_LINE_BYTES, metavar="BYTES", text=text)
     add("--spool-dir", metavar="DIR", text="directory for temporary files of the run (default: the one of OUTPUT)")
