@@ -34,6 +34,7 @@ class Allowed:
         cores: Of a CPU; 0 on a GPU.
         base: All other settings.
         pinned: Limits, and `accumulate`, that every candidate has.
+        most: The largest values of limits.
     """
 
     kv: Sequence[str] = (DEVICE,)
@@ -43,10 +44,14 @@ class Allowed:
     cores: int = 0
     base: BatchConfig = field(default_factory=BatchConfig)
     pinned: Mapping[str, Any] = field(default_factory=dict)
+    most: Mapping[str, int] = field(default_factory=dict)
 
     def sizes(self, name: str, usual: Sequence[int]) -> Sequence[int]:
         """Return the values of a limit."""
-        return (int(self.pinned[name]),) if name in self.pinned else usual
+        if name in self.pinned:
+            return (int(self.pinned[name]),)
+        most = self.most.get(name, max(usual))
+        return tuple(sorted({min(size, most) for size in usual}))
 
 
 def candidates(workload: Workload, costs: CostModel, model: ModelLayers, allowed: Allowed) -> Iterator[Candidate]:
@@ -81,7 +86,8 @@ def _decode_limits(workload: Workload, allowed: Allowed) -> Iterator[tuple[int, 
     # A group larger than the batch is the batch.
     rows = [size for index, size in enumerate(rows) if index == 0 or rows[index - 1] < workload.count]
     for b_moe in rows:
-        usual = (pinned or B_ATTN_DECODE,) if "b_attn_decode" in allowed.pinned else (*_SUB_BATCH_ROWS, b_moe)
+        usual = allowed.sizes("b_attn_decode", (*_SUB_BATCH_ROWS, b_moe))
+        usual = (pinned or B_ATTN_DECODE,) if "b_attn_decode" in allowed.pinned else usual
         for b_attn in sorted({min(size, b_moe) for size in usual}):
             yield b_attn, b_moe
 

@@ -46,7 +46,8 @@ class PlanBasis:
         workload: For what the plan was chosen.
         most_running: Sequences for which the engine has request slots.
         fixed_interval: Whether the user gave the interval.
-        reserved: The largest limits for which the engine has reserved working memory; none without a budget.
+        most: The largest limits for which the engine has working memory: those of prefill as it began, and those of
+            decode too where it reserved memory for them.
     """
 
     candidate: Candidate
@@ -58,7 +59,7 @@ class PlanBasis:
     workload: Workload
     most_running: int | None = None
     fixed_interval: bool = False
-    reserved: Mapping[str, int] = field(default_factory=dict)
+    most: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def interval(self) -> int:
@@ -190,7 +191,11 @@ class _Search:
         now, allowed = basis.candidate, basis.allowed
         most = allowed.most_running if basis.most_running is None else basis.most_running
         self._allowed = replace(
-            allowed, kv=(now.kv,), weights=(now.weights,), most_running=min(allowed.most_running, most)
+            allowed,
+            kv=(now.kv,),
+            weights=(now.weights,),
+            most_running=min(allowed.most_running, most),
+            most=basis.most,
         )
 
     def best(self) -> tuple[Candidate, int, float] | None:
@@ -217,14 +222,15 @@ class _Search:
         return None if prediction is None else prediction.seconds
 
     def _memory_of(self, candidate: Candidate) -> MemoryMap:
-        """Return the pages of KV that the engine has, and what a candidate lacks beside them."""
+        """Return the pages of KV that the engine has, and what a candidate lacks beside them.
+
+        On a CPU without a budget nothing was counted for decode groups, which take little beside those of prefill.
+        """
         basis = self._basis
         found = basis.memory_of(candidate)
         lacks = found.lacks
-        if found.taken > basis.memory.taken:
-            lacks = lacks or "it takes more working memory than the plan for which the pages of KV were counted"
-        if any(size > basis.reserved.get(name, size) for name, size in limits_of(candidate).items()):
-            lacks = lacks or "working memory was reserved for the limits of the start"
+        if not basis.allowed.cores and found.taken > basis.memory.taken:
+            lacks = lacks or "it takes more of the GPU than the plan for which the pages of KV were counted"
         return replace(found, room=basis.memory.room, lacks=lacks)
 
 
@@ -236,3 +242,8 @@ def limits_of(candidate: Candidate) -> dict[str, int]:
         "b_attn_decode": candidate.b_attn_decode,
         "b_moe_decode": candidate.b_moe_decode,
     }
+
+
+def limits_with_memory(candidate: Candidate, *, reserved: bool) -> dict[str, int]:
+    """Return the largest limits for an engine that starts with this candidate, as `PlanBasis.most`."""
+    return {name: size for name, size in limits_of(candidate).items() if reserved or name.endswith("prefill")}

@@ -166,7 +166,11 @@ class _Run:
             self.context += request.prompt
 
     def decode(self) -> None:
-        """Run the steps up to the next boundary, in runs between which no sequence ends."""
+        """Run the steps up to the next boundary, in runs between which no sequence ends.
+
+        It comes early where waiting sequences could double the group (core/page_boundary). Pages of a device before a
+        store can keep groups small for long; early boundaries change little there, and are not followed.
+        """
         left = self.plan.boundary_tokens
         while left and self.running:
             steps = min(left, self.running[0][0] - self.now)
@@ -181,6 +185,9 @@ class _Run:
                 _, _, request = heapq.heappop(self.running)
                 self.context -= request.prompt + request.output - 1
                 self.held -= self.pages(request)
+            waiting, is_few = len(self.ready) + len(self.queued), 2 * len(self.running) <= self.plan.decode.b_moe
+            if is_few and waiting >= len(self.running) and self.kv in (DEVICE, STREAMED):
+                return
 
 
 def _run(workload: Workload, plan: Plan, cost: PassCost, room: Room, kv: str) -> Prediction | None:

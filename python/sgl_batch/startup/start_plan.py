@@ -16,7 +16,7 @@ from sgl_batch.planner.candidate import INCLUSIVE, RESIDENT, STREAMED, Candidate
 from sgl_batch.planner.candidates import Allowed, kv_forms
 from sgl_batch.planner.cost_model import fit
 from sgl_batch.planner.model_layers import ModelLayers
-from sgl_batch.planner.refinement import INTERVAL, PlanBasis, limits_of
+from sgl_batch.planner.refinement import INTERVAL, PlanBasis, limits_with_memory
 from sgl_batch.planner.samples import Profile
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, MemoryOf, predict_candidate, search
@@ -140,7 +140,7 @@ def choose(config: BatchConfig, given: Collection[str], found: PlanInputs, workl
             memory_of=found.memory_of,
             workload=workload,
             fixed_interval=INTERVAL in given,
-            reserved=limits_of(best.candidate) if config.memory.device_memory else {},
+            most=limits_with_memory(best.candidate, reserved=config.memory.device_memory > 0),
         ),
     )
 

@@ -13,7 +13,7 @@ from sgl_batch.planner.candidates import Allowed
 from sgl_batch.planner.cost_model import fit
 from sgl_batch.planner.measured_costs import PARTS, Measured, cost_factors, predicted_parts, scaled
 from sgl_batch.planner.pass_cost import STEP, PassCost
-from sgl_batch.planner.refinement import LEAST_GAIN, PlanBasis, limits_of, refine
+from sgl_batch.planner.refinement import LEAST_GAIN, PlanBasis, limits_of, limits_with_memory, refine
 from sgl_batch.planner.schedule import Room
 from sgl_batch.planner.search import MemoryMap
 from sgl_batch.planner.workload import parse_workload
@@ -95,7 +95,7 @@ def test_what_the_user_gave_stays():
 
 
 def test_unequal_outputs_shorten_the_interval_where_the_user_gave_none():
-    unequal = parse_workload(",".join(["32:4x1,32:12x1,32:20x1,32:28x1,32:36x1,32:44x1"] * 9))
+    unequal = parse_workload(",".join(["32:10x2,32:40x3"] * 40))
     pinned = {**limits_of(NOW), "accumulate": None, "b_moe_decode": 16, "b_attn_decode": 16}
     now = replace(NOW, b_moe_decode=16, b_attn_decode=16)
     found = refine(basis(now, pinned=pinned), measured(), unequal)
@@ -107,10 +107,13 @@ def test_nothing_grows_beyond_the_memory_that_the_engine_has():
     def memory_of(candidate):
         return replace(ROOM, phases={"prefill": {"working": 100 if candidate.b_moe_decode <= 128 else 101}})
 
-    assert refine(basis(memory_of=memory_of), measured(step=20.0), LEFT).changes["b_moe_decode"] == 128
+    gpu = replace(basis(memory_of=memory_of), allowed=Allowed(most_running=256))
+    assert refine(gpu, measured(step=20.0), LEFT).changes["b_moe_decode"] == 128
     assert refine(basis(most_running=100), measured(step=20.0), LEFT).changes["b_moe_decode"] == 100
-    within = refine(basis(reserved=limits_of(NOW)), measured(step=20.0), LEFT)
-    assert all(within.changes.get(name, 0) <= limit for name, limit in limits_of(NOW).items())
+    for most in (limits_with_memory(NOW, reserved=reserved) for reserved in (True, False)):
+        found = refine(basis(most=most), measured(step=20.0), LEFT)
+        assert all(found.basis.settings[name] <= limit for name, limit in most.items())
+        assert ("b_moe_decode" in found.changes) == ("b_moe_decode" not in most)
 
 
 def test_where_kv_and_weights_lie_stays():

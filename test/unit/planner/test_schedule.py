@@ -73,6 +73,14 @@ def test_a_long_tail_runs_in_small_groups():
     assert run(tail).seconds > run(even).seconds
 
 
+@pytest.mark.parametrize(("ending", "least", "most"), [(4, 7.9, 8.0), (3, 5.0, 7.0)])
+def test_a_boundary_comes_early_only_where_waiting_sequences_could_double_the_group(ending, least, most):
+    """Of each eight sequences four, or three, end after a few steps, and an interval is as long as the others."""
+    outputs = ([4] * ending + [200] * (8 - ending)) * 16
+    mixed = Workload(requests=[Request(32, output) for output in outputs], count=len(outputs))
+    assert least < run(mixed, boundary_tokens=199, b_moe_decode=8).mean_rows < most
+
+
 def test_few_pages_make_small_groups():
     many, few = run("64:64x64"), run("64:64x64", room=Room(device=16))
     assert few.mean_rows <= 8 < many.mean_rows
