@@ -22,7 +22,8 @@ from sgl_batch.simulator.scheduler import Scheduler
 from sgl_batch.simulator.timeline import Account
 from sgl_batch.simulator.work import Costs, PassWork
 
-# Called with the time; returns whether it has given the ranks more sequences, or the time of the next that arrive.
+# Called with the time when sequences arrive, and when others have ended, whose room they may take. Gives the ranks the
+# sequences that have arrived, and returns the time of the next ones.
 Arrivals = Callable[[float], float]
 
 
@@ -66,7 +67,9 @@ class Instance:
     ) -> None:
         self.ranks, self.plan, self.account = ranks, plan, Account()
         self._scheduler, self._costs, self._arrivals, self._migration = scheduler, costs, arrivals, migration
-        self._first_use, self._next_arrival = first_use, arrivals(0.0)
+        self._first_use, self._next_arrival, self._ended = first_use, arrivals(0.0), 0
+        # By rank, how often it had changed when it decided to go on with plain steps.
+        self._steady = [-1] * len(ranks)
         self._headers: list[RankHeader | None] = [None] * len(ranks)
 
     @property
@@ -88,11 +91,14 @@ class Instance:
         return self.account
 
     def _arrive(self) -> None:
-        if self._next_arrival <= self.now:
-            self._next_arrival = self._arrivals(self.now)
-            self._headers = [None] * len(self.ranks)
         for rank in self.ranks:
             rank.now = self.now
+        if self._arrivals is no_arrivals:
+            return
+        ended = sum(rank.tally.finished for rank in self.ranks)
+        if self._next_arrival <= self.now or ended != self._ended:
+            self._next_arrival, self._ended = self._arrivals(self.now), ended
+            self._headers = [None] * len(self.ranks)
 
     def _wait_for_event(self) -> None:
         """Let time pass to the next event, where no rank has anything to compute."""
@@ -105,21 +111,29 @@ class Instance:
 
     def _own_steps(self) -> bool:
         """Let each rank decide what it does next, and run the pass of all. Returns whether there was one."""
-        passes = [self._own_step(rank) for rank in self.ranks]
+        passes = [self._own_step(number, rank) for number, rank in enumerate(self.ranks)]
         if not any(one is not None for one in passes):
             return False
         self._run(passes)
         return True
 
-    def _own_step(self, rank: SimulatedRank) -> RankPass | None:
+    def _own_step(self, number: int, rank: SimulatedRank) -> RankPass | None:
+        """Return the pass that a rank decides on. A plain step stays its decision while nothing changes."""
+        unchanged = self._steady[number] == rank.changes and rank.running and not rank.arrived
+        if unchanged and rank.steps_to_boundary > 0:
+            return _PLAIN
+        self._steady[number] = -1
         while True:
             for action in self._scheduler.next(rank.state(), rank.kv_state(), self.plan):
                 match action:
-                    case Step(prefill=chunks):
+                    case Step(prefill=(), decode=None):
+                        self._steady[number] = rank.changes
+                        return _PLAIN
+                    case Step(prefill=chunks, decode=decode):
                         whole = [chunk.sequence for chunk in chunks]
                         prompts = [rank.compute(chunk) for chunk in chunks]
                         done = [one for one in whole if one is not rank.begun]
-                        return RankPass(_together(prompts), done, decodes=True)
+                        return RankPass(_together(prompts), done, decodes=decode is None)
                     case Prefill():
                         return self._prefill(rank, action)
                     case Idle():
@@ -294,6 +308,7 @@ class Instance:
         return max(times, key=lambda time: time.seconds), mean / max(*load, 1)
 
 
+_PLAIN = RankPass(Prompts(), [], decodes=True)
 # How many tokens to look at cost as much as one row's weights, roughly: only which rank is the busiest depends on it.
 _ROW_WEIGHT = 512
 

@@ -130,6 +130,11 @@ class SimulatedRank:
         """Return whether KV on its way to the device has come."""
         return self.returning.next_at <= self.now
 
+    @property
+    def changes(self) -> int:
+        """Return how often a sequence has arrived, was prefilled, left or ended here."""
+        return self._changes
+
     def state(self) -> State:
         """Return the state from which decisions are made."""
         away = len(self.form.admission.away)
