@@ -52,7 +52,7 @@ def check_pages(rank: SimulatedRank) -> None:
     ledger = rank.form.device
     held = ledger.reservations()
     here = {**rank.running, **rank.ready}
-    for one in rank.runners():
+    for one in rank.group.up_to_date():
         assert held[one.sequence_id] >= pages_for(one.kv_tokens, ledger.page_size)
     begun = {rank.begun.sequence_id} if rank.begun else set()
     assert set(held) == set(here) | begun | _prefilling(rank, held)

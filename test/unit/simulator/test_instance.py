@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import made_runs as made
 import pytest
 from hypothesis import given, settings
@@ -11,7 +9,10 @@ from hypothesis import strategies as st
 
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.core.replay import replay_trace
-from sgl_batch.simulator.kv_forms import RankMemory
+from sgl_batch.simulator.instance import Instance
+from sgl_batch.simulator.kv_forms import RankMemory, make_form
+from sgl_batch.simulator.rank import SimulatedRank
+from sgl_batch.simulator.scheduler import Ours
 
 FORMS = [
     ("device", "reserve"),
@@ -142,20 +143,16 @@ def test_more_of_one_sequence_than_memory_is_refused():
 
 
 def test_sequences_that_arrive_later_run_later():
-    asked, times = made.requests([(16, 16)] * 4), iter([0.5, 1.0, float("inf")])
-    run = made.instance(made.requests([(16, 16)] * 4), made.plan(), ranks=1)
-    numbers = itertools.count(2)
-    rank = run.ranks[0]
-    for number in (3, 2):
-        rank.queue.take(rank.queue[number])
+    asked, plan = made.requests([(16, 16)] * 4), made.plan()
+    rank = SimulatedRank(asked, [0, 1], plan, make_form("device", RankMemory(device=60), made.PAGE), request_slots=64)
+    later = [(0.5, 2), (1.0, 3)]
 
     def arrive(now: float) -> float:
-        if now > 0:
-            rank.arrive(next(numbers))
-        return next(times)
+        while later and later[0][0] <= now:
+            rank.arrive(later.pop(0)[1])
+        return later[0][0] if later else float("inf")
 
-    late = type(run)(run.ranks, run.plan, run._scheduler, made.LineCosts(), arrivals=arrive)
-    account = late.run()
+    account = Instance([rank], plan, Ours(rank.form.policy), made.LineCosts(), arrivals=arrive).run()
     assert rank.tally.finished == len(asked)
     assert account.seconds > 1.0
     assert account.parts["arrivals"] > 0.5
