@@ -56,8 +56,9 @@ def fit_attention(
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the slope through the points of least and most tokens; None where noise hides it, or there is none."""
-    (x0, y0), (x1, y1) = min(points), max(points)
+    """Return the slope between the points of least and most tokens; None where noise hides it, or there is none."""
+    x0, x1 = min(points)[0], max(points)[0]
+    y0, y1 = (middle([y for x, y in points if x == end]) for end in (x0, x1))
     return (y1 - y0) / (x1 - x0) if x1 > x0 and y1 > y0 else None
 
 
@@ -137,7 +138,8 @@ def fit(profile: Profile, model: ModelLayers) -> CostModel:
         if not any(sample.decode is decode for sample in profile.passes):
             phase = "decode" if decode else "prefill"
             raise ConfigError(f"the profile has no {phase} group; make another with sgl-batch plan --profile")
-    passes = [_Layer(sample, pass_s) for pass_s in [fixed_pass_s(profile.passes)] for sample in profile.passes]
+    pass_s = fixed_pass_s(profile.passes)
+    passes = [_Layer(sample, pass_s) for sample in _most_layers(profile.passes)]
     kinds = {sample.kind for sample in profile.passes}
     return CostModel(
         decode_attention=_attention([one for one in passes if one.sample.decode], model, MEMORY),
@@ -151,10 +153,19 @@ def fit(profile: Profile, model: ModelLayers) -> CostModel:
             )
             for kind in kinds
         },
-        pass_s=fixed_pass_s(profile.passes),
+        pass_s=pass_s,
         step=_step(profile, model),
         rates=profile.rates,
     )
+
+
+def _most_layers(passes: Sequence[PassSample]) -> list[PassSample]:
+    """Return, of the samples of a size, those that ran with most layers: the timer and the pass weigh least in them."""
+    most: dict[object, int] = {}
+    for one in passes:
+        size = one.decode, one.sequences, one.tokens, one.kind
+        most[size] = max(most.get(size, 0), one.layers)
+    return [one for one in passes if one.layers == most[one.decode, one.sequences, one.tokens, one.kind]]
 
 
 @dataclass(frozen=True, slots=True)
