@@ -33,6 +33,10 @@ class Requests:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def every(self, count: int) -> Requests:
+        """Return every `count`-th request, beginning with the first, under new numbers."""
+        return Requests(prompts=self.prompts[::count], outputs=self.outputs[::count], most=self.most[::count])
+
     def sequence(self, number: int) -> SequenceState:
         """Return the sequence of a number, QUEUED. Its id is the number, and it arrives by number."""
         return SequenceState(

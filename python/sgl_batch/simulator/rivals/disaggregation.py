@@ -59,11 +59,12 @@ def prefill_unit(
 ) -> tuple[Instance, list[Handed]]:
     """Run a unit that computes these prompts alone.
 
-    Returns the instance, and what it hands over in the order of time; sequences of one token end there.
+    Returns the instance, and what it hands over in the order of time; sequences of one token end there. It refuses
+    those that no decode unit can hold.
     """
     handed: list[Handed] = []
     ones = np.ones(len(requests), dtype=np.int64)
-    alone = Requests(prompts=requests.prompts, outputs=ones, most=ones)
+    alone = Requests(prompts=requests.prompts, outputs=ones, most=requests.most)
     free_at = [0.0] * unit.ranks
     made: list[Instance] = []
 

@@ -1,0 +1,131 @@
+"""Finds the best layout, regime and limits of a policy on a cluster, by simulating the candidates that come close.
+
+Candidates are first compared by an estimate without a schedule; those that come close are simulated with one rank for
+all of an instance; the best of these are simulated whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from sgl_batch.errors import ConfigError
+from sgl_batch.simulator.cluster.deployment import Deployment, feasible
+from sgl_batch.simulator.cluster.hardware import Cluster
+from sgl_batch.simulator.cluster.models import ClusterModel
+from sgl_batch.simulator.lengths import are_alike
+from sgl_batch.simulator.policies import Policy
+from sgl_batch.simulator.requests import Requests
+from sgl_batch.simulator.run import Result, Setup, Split, simulate
+from sgl_batch.simulator.work import PassWork
+
+# Candidates whose estimate is so much longer than the shortest are not simulated; nor are more than so many.
+_CLOSE, _MOST, _WHOLE = 1.5, 6, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best run of a policy, and the other candidates that were simulated, from the fastest.
+
+    `table`: the runs of units, by ratio. `compared`: how many candidates fit.
+    """
+
+    result: Result
+    others: Sequence[Result] = ()
+    table: Sequence[Result] = ()
+    compared: int = 1
+
+
+def best_of(
+    policy: Policy,
+    model: ClusterModel,
+    cluster: Cluster,
+    requests: Requests,
+    *,
+    unit_gpus: int = 16,
+    collapse: bool = False,
+    until: float = math.inf,
+) -> Best:
+    """Return the best run of a policy. Raises ConfigError where it fits in no layout and regime.
+
+    `unit_gpus`: GPUs of a unit, for a policy with units. `collapse`, `until`: as in `run.simulate`.
+    """
+    if policy.units:
+        return _best_ratio(policy, model, cluster, requests, unit_gpus)
+    candidates = list(_setups(policy, feasible(model, cluster, policy.engine), requests))
+    if not candidates:
+        raise ConfigError(f"{policy.title} fits {model.title} on {cluster.name} in no layout and regime")
+    close = _close(candidates, requests)
+    ranked = sorted((simulate(one, requests, collapse=True, until=until) for one in close), key=_order)
+    if collapse:
+        return Best(result=ranked[0], others=ranked[1:], compared=len(candidates))
+    count = 1 if are_alike(requests) else _WHOLE
+    whole = sorted((simulate(one.setup, requests, until=until) for one in ranked[:count]), key=_order)
+    return Best(result=whole[0], others=[*whole[1:], *ranked[count:]], compared=len(candidates))
+
+
+def _order(result: Result) -> tuple[float, float]:
+    """Return what ranks runs: those that are stopped, by what they have finished by then."""
+    return -result.counts.finished, result.seconds
+
+
+def _setups(policy: Policy, deployments: Sequence[Deployment], requests: Requests) -> Iterator[Setup]:
+    prompt = float(requests.prompts.mean())
+    whole = prompt + float(requests.outputs.mean())
+    longest = int((requests.prompts + requests.most).max())
+    for one in deployments:
+        if longest <= one.running_tokens:
+            for choice in policy.choices(one, prompt, whole):
+                yield Setup(policy=policy, deployment=one, choice=choice)
+
+
+def _close(candidates: Sequence[Setup], requests: Requests) -> list[Setup]:
+    """Return the candidates whose estimate comes close to the shortest."""
+    estimated = sorted(((estimate(one, requests), number) for number, one in enumerate(candidates)))
+    limit = _CLOSE * estimated[0][0]
+    return [candidates[number] for seconds, number in estimated[:_MOST] if seconds <= limit]
+
+
+def estimate(setup: Setup, requests: Requests) -> float:
+    """Return the seconds of a batch without a schedule: prompts in full passes, then decode of full groups."""
+    one, costs = setup.deployment, setup.deployment.costs
+    prompt, output = float(requests.prompts.mean()), float(requests.outputs.mean())
+    share = len(requests) / (one.instances * one.ranks)
+    fits = one.running_tokens / (prompt + output)
+    rows = max(1, round(min(share, setup.choice.rows, fits)))
+    tokens = min(setup.choice.chunk, round(share * prompt))
+    context = prompt if tokens >= prompt else prompt / 2
+    prefill = costs.of_pass(
+        PassWork(
+            prompts=max(1, round(tokens / prompt)),
+            prompt_tokens=tokens,
+            prompt_pairs=round(tokens * context / (1 if tokens < prompt else 2)),
+            all_rows=tokens * one.ranks,
+        )
+    )
+    decode = costs.of_pass(
+        PassWork(rows=rows, kv_tokens=round(rows * (prompt + output / 2)), all_rows=rows * one.ranks)
+    )
+    return prefill.seconds * share * prompt / tokens + decode.seconds * output * max(1.0, share / rows)
+
+
+def _best_ratio(policy: Policy, model: ClusterModel, cluster: Cluster, requests: Requests, unit_gpus: int) -> Best:
+    count = cluster.gpus // unit_gpus
+    if count < 2 or cluster.gpus % unit_gpus:
+        raise ConfigError(
+            f"{cluster.name} has {cluster.gpus} GPUs, which are not several units of {unit_gpus} GPUs for prefill and "
+            "decode; set --unit-gpus"
+        )
+    unit = replace(cluster, gpus=unit_gpus)
+    single = [one for one in feasible(model, unit, policy.engine) if one.instances == 1]
+    candidates = list(_setups(policy, single, requests))
+    if not candidates:
+        raise ConfigError(f"{policy.title} fits {model.title} on {unit_gpus} GPUs in no layout")
+    setup = min(candidates, key=lambda one: estimate(one, requests))
+    table = [
+        simulate(replace(setup, split=Split(prefill=prefill, decode=count - prefill)), requests)
+        for prefill in range(1, count)
+    ]
+    ranked = sorted(table, key=_order)
+    return Best(result=ranked[0], others=ranked[1:], table=table, compared=len(candidates) * len(table))

@@ -1,0 +1,39 @@
+"""Owns the lengths of a simulated batch that are not given one by one: as many alike, or spread about means."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from sgl_batch.planner.workload import Workload
+from sgl_batch.simulator.requests import Numbers, Requests
+
+_SEED = 0
+
+
+def requests_like(workload: Workload, count: int, *, cv: float = 0.0) -> Requests:
+    """Return so many requests of a workload, in its order and again from its first.
+
+    `cv`: the standard deviation of lengths over their mean. Prompts and outputs are each multiplied by a number from a
+    log-normal distribution of mean 1, independently, always by the same ones.
+
+    Each sequence may generate as many tokens as the longest of all: users give a batch one limit.
+    """
+    lengths = np.array([(one.prompt, one.output) for one in workload.requests], dtype=np.int64)
+    lengths = lengths[np.arange(count) % len(lengths)]
+    if cv:
+        lengths = _spread(lengths, cv)
+    outputs = lengths[:, 1]
+    return Requests(prompts=lengths[:, 0], outputs=outputs, most=np.full(count, outputs.max(), dtype=np.int64))
+
+
+def _spread(lengths: Numbers, cv: float) -> Numbers:
+    sigma = math.sqrt(math.log1p(cv * cv))
+    factors = np.random.default_rng(_SEED).lognormal(-sigma * sigma / 2, sigma, lengths.shape)
+    return np.maximum(np.rint(lengths * factors), 1).astype(np.int64)
+
+
+def are_alike(requests: Requests) -> bool:
+    """Return whether all requests have the same lengths."""
+    return bool(np.ptp(requests.prompts) == 0 and np.ptp(requests.outputs) == 0)

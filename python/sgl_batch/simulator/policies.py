@@ -1,0 +1,257 @@
+"""Owns the policies that can be simulated by name, and how an instance of each is made of a deployment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from sgl_batch.core.admission_policy import RESERVE
+from sgl_batch.core.plan import PhasePlan, Plan
+from sgl_batch.errors import ConfigError
+from sgl_batch.planner.candidate import DEVICE, INCLUSIVE, STREAMED
+from sgl_batch.simulator.cluster.deployment import Deployment
+from sgl_batch.simulator.cluster.engine_settings import EngineSettings
+from sgl_batch.simulator.cluster.engines import BATCHGEN, DEEPSPEED, FLEXGEN, MOE_LIGHTNING, SGLANG, VLLM
+from sgl_batch.simulator.collapsed import Collapsed
+from sgl_batch.simulator.instance import Instance
+from sgl_batch.simulator.kv_forms import KVForm, RankMemory, make_form
+from sgl_batch.simulator.rank import SimulatedRank
+from sgl_batch.simulator.requests import Requests
+from sgl_batch.simulator.rivals.lazy_pages import LazyPages, TokenRatio
+from sgl_batch.simulator.rivals.static_binding import DecodeFirst, PrefillFirst
+from sgl_batch.simulator.rivals.static_block import StaticBlock
+from sgl_batch.simulator.scheduler import Ours, Scheduler
+from sgl_batch.simulator.work import Costs
+
+PAGE = INTERVAL = 64
+_REQUEST_SLOTS = 1 << 20
+# Defaults of the engine's configuration (config.py).
+_WATERMARK, _AHEAD = 0.75, 0.5
+# vLLM's --max-num-seqs on GPUs with much memory. SGLang's limits are above what memory holds.
+_VLLM_ROWS, _MOST_ROWS = 1024, 4096
+# SGLang's --schedule-conservativeness with data-parallel attention, as a factor.
+_DATA_ATTENTION = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a policy sets besides its regime: the most sequences that a rank decodes, and tokens of a prefill pass."""
+
+    rows: int
+    chunk: int
+
+    def plan(self) -> Plan:
+        """Return the plan of these limits."""
+        return Plan(
+            prefill=PhasePlan(b_attn=self.chunk, b_moe=self.chunk),
+            decode=PhasePlan(b_attn=self.rows, b_moe=self.rows),
+            page_size=PAGE,
+            boundary_tokens=INTERVAL,
+            refill_watermark=_WATERMARK,
+            ready_target=max(1, int(self.rows * (1 + _AHEAD))),
+        )
+
+    def text(self) -> str:
+        """Return the limits in words."""
+        return f"up to {self.rows:,} sequences a rank, prompts in passes of {self.chunk:,} tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A way to run a batch.
+
+    Attributes:
+        name, title: "sglang"; its name in reports.
+        engine: Whose kernels and abilities it has.
+        says: What it is, for people.
+        form: Returns the KV of a rank.
+        scheduler: Returns what decides, for the form of KV of its ranks.
+        choices: Returns the limits that are compared, for a deployment and the tokens of a sequence on average: of its
+            prompt, and of all that it may have.
+        units: Whether prefill and decode have units of their own; the other attributes are then those of a unit.
+    """
+
+    name: str
+    title: str
+    engine: EngineSettings
+    says: str
+    form: Callable[[Deployment], KVForm]
+    scheduler: Callable[[KVForm], Scheduler]
+    choices: Callable[[Deployment, float, float], Sequence[Choice]]
+    units: bool = False
+
+
+def pages(tokens: float) -> int:
+    """Return the whole pages of so many tokens."""
+    return int(tokens // PAGE)
+
+
+def make_instance(
+    policy: Policy,
+    deployment: Deployment,
+    choice: Choice,
+    requests: Requests,
+    numbers: Sequence[int],
+    *,
+    collapse: bool,
+) -> Instance:
+    """Return an instance of a deployment with sequences of these numbers, dealt to its ranks by turns.
+
+    `collapse`: simulate the first rank alone, with its part of the sequences.
+    """
+    plan, dealt = choice.plan(), deployment.ranks
+    ranks = [
+        SimulatedRank(requests, numbers[rank::dealt], plan, policy.form(deployment), request_slots=_REQUEST_SLOTS)
+        for rank in range(1 if collapse else dealt)
+    ]
+    costs: Costs = Collapsed(deployment.costs, dealt) if collapse else deployment.costs
+    return Instance(ranks, plan, policy.scheduler(ranks[0].form), costs)
+
+
+# Ours.
+
+
+def _our_form(deployment: Deployment) -> KVForm:
+    regime = deployment.regime
+    kv = STREAMED if regime.runs_from_store else regime.kv
+    return make_form(kv, RankMemory(device=pages(deployment.device_tokens), store=pages(deployment.store_tokens)), PAGE)
+
+
+def _our_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:
+    """Return as many sequences as fit with all their tokens and, with a store, as fit on average while they grow."""
+    chunk = deployment.engine.chunk_tokens
+    fits = _rows(deployment.running_tokens / whole)
+    if deployment.regime.kv != INCLUSIVE or deployment.regime.runs_from_store:
+        return [Choice(rows=fits, chunk=chunk)]
+    growing = _rows(deployment.running_tokens / ((prompt + whole) / 2))
+    return [Choice(rows=rows, chunk=chunk) for rows in sorted({fits, growing})]
+
+
+def _rows(number: float) -> int:
+    return max(1, min(int(number), _MOST_ROWS))
+
+
+# Engines that bind sequences.
+
+
+def _sglang_form(deployment: Deployment) -> KVForm:
+    conservativeness = _DATA_ATTENTION if deployment.ranks > 1 else 1.0
+    return LazyPages(pages(deployment.device_tokens), PAGE, TokenRatio(conservativeness))
+
+
+def _sglang_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:
+    """Return the default, by which ranks with data-parallel attention share a chunk, and a chunk for each rank."""
+    chunk = deployment.engine.chunk_tokens
+    chunks = {max(PAGE, chunk // deployment.ranks), chunk}
+    return [Choice(rows=_MOST_ROWS, chunk=one) for one in sorted(chunks)]
+
+
+def _vllm_form(deployment: Deployment) -> KVForm:
+    return LazyPages(pages(deployment.device_tokens), PAGE, RESERVE)
+
+
+def _vllm_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:
+    """Return the default budget of a step, and a quarter of it, which holds decode up for less time."""
+    chunk = deployment.engine.chunk_tokens
+    return [Choice(rows=_VLLM_ROWS, chunk=one) for one in (chunk // 4, chunk)]
+
+
+# Engines that compute block by block.
+
+
+def _block_form(deployment: Deployment) -> KVForm:
+    """Return pages of the tier whose KV limits a block; a sequence holds all that it may need."""
+    return make_form(DEVICE, RankMemory(device=pages(deployment.running_tokens)), PAGE)
+
+
+def _block_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:
+    return [Choice(rows=_rows(deployment.running_tokens / whole), chunk=deployment.engine.chunk_tokens)]
+
+
+def _kernels_of(rival: EngineSettings) -> EngineSettings:
+    """Return BatchGen with the kernels, launches and exchanges of another engine."""
+    names = (
+        "layer_s launch_s expert_s exchange_s memory_share exchange_share products_share attention_share skew exchange "
+        "tensor_experts graph_rows mixed_graphs tile_rows padded_gather ragged_gather dispatch_bytes rows_share"
+    ).split()
+    kernels = {name: getattr(rival, name) for name in names}
+    return replace(BATCHGEN, title=f"BatchGen, kernels of {rival.title}", **kernels)
+
+
+def _block(engine: EngineSettings, says: str) -> Policy:
+    return Policy(
+        name=engine.name,
+        title=f"{engine.title}-like",
+        engine=engine,
+        says=says,
+        form=_block_form,
+        scheduler=lambda _: StaticBlock(),
+        choices=_block_choices,
+    )
+
+
+_BATCHGEN = Policy(
+    name="batchgen",
+    title=BATCHGEN.title,
+    engine=BATCHGEN,
+    says="the decisions of this engine (core/), in the best layout and regime that fits",
+    form=_our_form,
+    scheduler=lambda form: Ours(form.policy),
+    choices=_our_choices,
+)
+_SGLANG = Policy(
+    name="sglang",
+    title=SGLANG.title,
+    engine=SGLANG,
+    says="continuous batching, prompts first, in chunks; sequences bound to ranks; the better of data-parallel and "
+    "tensor-parallel attention, of independent groups, and of two sizes of chunks",
+    form=_sglang_form,
+    scheduler=lambda _: PrefillFirst(),
+    choices=_sglang_choices,
+)
+POLICIES: tuple[Policy, ...] = (
+    _BATCHGEN,
+    replace(
+        _BATCHGEN,
+        name="batchgen-sglang-kernels",
+        title="BatchGen, SGLang's kernels",
+        engine=_kernels_of(SGLANG),
+        says="as batchgen, with the assumed kernels, launches and exchanges of SGLang",
+    ),
+    _SGLANG,
+    Policy(
+        name="vllm",
+        title=VLLM.title,
+        engine=VLLM,
+        says="continuous batching, chunks of prompts beside decode; sequences bound to ranks, as for sglang",
+        form=_vllm_form,
+        scheduler=lambda _: DecodeFirst(),
+        choices=_vllm_choices,
+    ),
+    replace(
+        _SGLANG,
+        name="disaggregated",
+        title="Prefill-decode units",
+        says="SGLang's kernels with prefill and decode on units of their own, at the best ratio of units",
+        units=True,
+    ),
+    _block(FLEXGEN, "weights stream, a block of sequences is decoded to its end, KV in host memory"),
+    _block(MOE_LIGHTNING, "weights stream, a block of sequences is decoded to its end, attention on the host"),
+    _block(DEEPSPEED, "weights stream, a batch is decoded to its end"),
+)
+# Names that stand for several policies.
+SEVERAL = {"offload": ("flexgen", "moe-lightning", "deepspeed")}
+
+
+def policies_named(text: str) -> list[Policy]:
+    """Return the policies whose names stand behind commas, each once. Raises ConfigError, which lists the names."""
+    found: dict[str, Policy] = {}
+    known = {one.name: one for one in POLICIES}
+    for word in text.lower().split(","):
+        name = word.strip()
+        for each in SEVERAL.get(name, (name,)):
+            if each not in known:
+                names = ", ".join([*known, *SEVERAL])
+                raise ConfigError(f"there is no policy {each!r}; --policies takes some of {names}, behind commas")
+            found[each] = known[each]
+    return list(found.values())
