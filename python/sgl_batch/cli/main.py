@@ -20,6 +20,9 @@ commands:
   models  list the supported models and number formats
   check   check whether a model would run here, how, and in how much memory: sgl-batch check --model DIR
   plan    choose the flags of a run for a model, this machine and a batch: sgl-batch plan --model DIR --profile
+  simulate
+          predict a batch on GPUs that are not here, by this engine and by others: sgl-batch simulate --model
+          deepseek-r1 --hardware h20x16
   trace   print the states that a sequence went through: sgl-batch trace trace.jsonl ID
 
 `sgl-batch COMMAND --help` explains a command. `sgl-batch --version` prints the version.
@@ -57,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sgl_batch.cli.plan.command import plan_command
 
         return plan_command(rest)
+    if command == "simulate":
+        from sgl_batch.cli.simulate.command import simulate_command
+
+        return simulate_command(rest)
     if command == "trace":
         from sgl_batch.cli.trace import trace_command
 

@@ -37,10 +37,15 @@ class WithinDeadline:
 
 def parse_deadline(text: str) -> float:
     """Return the seconds of a text such as 90s, 10m or 1.5h. Raises ConfigError for any other text."""
+    return parse_time("--deadline", text)
+
+
+def parse_time(flag: str, text: str) -> float:
+    """Return the seconds that a flag's text says, as `parse_deadline` does."""
     found = _WRITTEN.fullmatch(text.strip())
     seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
     if not 0 < seconds < math.inf:
-        raise ConfigError(f"--deadline is {text!r}; it takes a time with its unit, more than 0: 90s, 10m or 1.5h")
+        raise ConfigError(f"{flag} is {text!r}; it takes a time with its unit, more than 0: 90s, 10m or 1.5h")
     return seconds
 
 

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.planner.layouts import Layout
 from sgl_batch.simulator.best import Best, estimate
 from sgl_batch.simulator.cluster.assumed import ENDS, Assumed
 from sgl_batch.simulator.cluster.deployment import deployment
+from sgl_batch.simulator.cluster.regime import Regime
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.run import Setup, simulate
 
 # Where the estimate changes by less, it is taken for the change.
 _LITTLE = 1e-3
-# Another candidate that is so little faster is not told apart.
+# Another regime that is so little faster is not told apart.
 _SAME = 1.005
 Factors = Mapping[tuple[str, str], float]
 
@@ -35,7 +37,7 @@ class Interval:
         low, high: Seconds.
         factors: By name and end of an assumed number, the seconds over those of the best guesses.
         known: The numbers that were moved, by name.
-        flips: Names of the numbers with an end at which another candidate is faster, or the setup does not fit.
+        flips: Names of the numbers with an end at which another layout or regime is faster, or this one does not fit.
     """
 
     low: float
@@ -53,8 +55,9 @@ class Interval:
 def interval_of(best: Best, requests: Requests) -> Interval:
     """Return how long the best run takes where each assumed number is at its ends."""
     result, others = best.result, best.others
-    rival = others[0].setup if others and result.setup.split is None else None
-    base, rival_base = _seconds(result.setup, requests), others[0].seconds if rival else math.inf
+    other = next((one for one in others if _regime(one.setup) != _regime(result.setup)), None)
+    rival = other.setup if other and result.setup.split is None else None
+    base, rival_base = _seconds(result.setup, requests), other.seconds if other else math.inf
     factors, known, flips = dict[tuple[str, str], float](), dict[str, Assumed](), list[str]()
     for name, end, value, change in _variants(result.setup):
         known[name] = value
@@ -85,6 +88,10 @@ def ratio_interval(ours: tuple[float, Interval], theirs: tuple[float, Interval])
         factors += [up / down] if key[0] in shared else [up, 1 / down]
     low, high = _combined(factors)
     return their_s / our_s * low, their_s / our_s * high
+
+
+def _regime(setup: Setup) -> tuple[Layout, Regime]:
+    return setup.deployment.layout, setup.deployment.regime
 
 
 def _seconds(setup: Setup, requests: Requests) -> float:

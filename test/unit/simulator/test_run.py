@@ -108,13 +108,13 @@ def test_units_that_do_not_divide_the_cluster_are_refused():
 
 
 def test_a_model_that_fits_nowhere_is_refused():
-    with pytest.raises(ConfigError, match="fits .* in no layout"):
+    with pytest.raises(ConfigError, match=r"fits .* in no layout"):
         best_of(policies_named("sglang")[0], model_named("deepseek-r1"), cluster_named("h100x1"), ALIKE)
 
 
 def test_unknown_policies_are_listed():
     assert [one.name for one in policies_named("offload, sglang,flexgen")][-1] == "sglang"
-    with pytest.raises(ConfigError, match="no policy 'sglnag'.*batchgen"):
+    with pytest.raises(ConfigError, match=r"no policy 'sglnag'.*batchgen"):
         policies_named("sglnag")
 
 

@@ -55,15 +55,18 @@ def text_width(text: str, size: int = FONT_SIZE) -> float:
     return float(_font(size).getlength(text))
 
 
-def write_drawing(target: Path, drawing: Drawing) -> None:
-    """Write the drawing in the format that the name ends with. Raises ConfigError where it cannot be written."""
+def write_drawing(target: Path, drawing: Drawing, flag: str = "--picture") -> None:
+    """Write the drawing in the format that the name ends with. Raises ConfigError where it cannot be written.
+
+    `flag`: the option that names the file.
+    """
     try:
         if target.suffix.lower() == ".svg":
             target.write_text(_svg(drawing), encoding="utf-8")
         else:
             _png(drawing).save(target)
     except OSError as error:
-        raise ConfigError(f"--picture {target} cannot be written: {error}") from error
+        raise ConfigError(f"{flag} {target} cannot be written: {error}") from error
 
 
 def _svg(drawing: Drawing) -> str:
@@ -110,5 +113,5 @@ def _pillow() -> tuple[Any, Any, Any]:
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
-        raise ConfigError(f"--picture needs Pillow, which is not there ({error}): pip install pillow") from error
+        raise ConfigError(f"a picture needs Pillow, which is not there ({error}): pip install pillow") from error
     return Image, ImageDraw, ImageFont

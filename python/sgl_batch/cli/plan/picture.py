@@ -24,12 +24,12 @@ _BAR, _UNDER, _TITLE, _HEAD, _AXIS, _GAP = 30, 18, 30, 22, 26, 14
 _PADDING, _TICKS, _LEAST = 6, 8, 1
 
 
-def check_picture(target: Path) -> None:
-    """Raise ConfigError for a file that no picture can be, before anything is predicted."""
+def check_picture(target: Path, flag: str = "--picture") -> None:
+    """Raise ConfigError for a file that no picture can be, before anything is predicted. `flag`: what names it."""
     if target.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--picture is {target}; its name ends in {' or '.join(SUFFIXES)}")
+        raise ConfigError(f"{flag} is {target}; its name ends in {' or '.join(SUFFIXES)}")
     if not target.parent.is_dir():
-        raise ConfigError(f"--picture is {target}, and there is no directory {target.parent}")
+        raise ConfigError(f"{flag} is {target}, and there is no directory {target.parent}")
     text_width("")
 
 
