@@ -126,7 +126,7 @@ def _sources(policies: Sequence[Mapping[str, Any]]) -> list[str]:
     for one in policies:
         for part, source in one.get("sources", {}).items():
             by_source.setdefault(source, {})[part] = None
-    lines = []
+    lines: list[str] = []
     for source, parts in by_source.items():
         lines += _row("" if lines else "sources", f"{source}: {', '.join(parts)}")
     return lines
