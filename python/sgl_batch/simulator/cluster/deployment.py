@@ -93,6 +93,10 @@ def _deployed(
     regime: Regime,
     measured: MeasuredModules | None,
 ) -> Deployment:
+    if layout.tensor and regime.prefill == DATA_PARALLEL:
+        raise ConfigError(
+            f"{layout.text()} share each sequence, so that they cannot prefill data-parallel; prefill expert-parallel"
+        )
     memory = rank_memory(model, cluster, engine, layout, regime)
     return Deployment(
         model=model,

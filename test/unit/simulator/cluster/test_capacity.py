@@ -59,6 +59,8 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
         deployment(DEEPSEEK, H20, SGLANG, Layout(instances=16))
     with pytest.raises(ConfigError, match="32 GPUs"):
         deployment(DEEPSEEK, H20, SGLANG, Layout(ranks=32))
+    with pytest.raises(ConfigError, match="tensor parallel ranks share each sequence"):
+        deployment(DEEPSEEK, H20, BATCHGEN, TENSOR, Regime(prefill=DATA_PARALLEL))
     assert feasible(DEEPSEEK, "a5000x1", SGLANG) == []
 
 
