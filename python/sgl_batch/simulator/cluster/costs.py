@@ -263,7 +263,9 @@ class ClusterCosts:
         engine, rows = self._engine, work.prompt_tokens + work.rows
         if not rows:
             return 0.0
-        is_captured = rows <= engine.graph_rows and (not work.prompt_tokens or engine.mixed_graphs)
+        # Far more rows than the busiest rank's decoded ones times the ranks are prompts of other ranks.
+        has_prompts = bool(work.prompt_tokens) or work.all_rows > 2 * rows * self._layout.ranks
+        is_captured = rows <= engine.graph_rows and (engine.mixed_graphs or not has_prompts)
         waits_s = 0.0 if is_captured else max(0.0, engine.launch_s.best - device_s)
         return max(engine.layer_s.best, waits_s)
 

@@ -55,7 +55,7 @@ class EngineSettings:
         row_passes: How often a layer reads or writes a row's hidden state beside its matrices, and `choice_passes` the
             row's copy of each choice of an expert.
         host_share: Of the host's bandwidth and products, for attention there.
-        skew: Rows of the rank with most of the experts' work, of the mean.
+        unevenness: Of the experts' popularity: the standard deviation of their rows, of the mean.
         overlap: The share of copies that runs behind the device's work, where there is enough of it.
     """
 
@@ -81,7 +81,7 @@ class EngineSettings:
     row_passes: Assumed
     choice_passes: Assumed
     host_share: Assumed
-    skew: Assumed
+    unevenness: Assumed
     overlap: Assumed
     boundary_s: Assumed = NOTHING
     partition_s: Assumed = NOTHING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sgl_batch.planner.model_layers import ModelLayers
@@ -55,22 +56,23 @@ class ExpertCost:
     ) -> None:
         self._model, self._rates, self._ranks, self._is_sliced = model, rates, ranks, is_sliced
         self._tile, self._expert_s = float(engine.tile_rows), engine.expert_s.best
-        self._skew = 1.0 if is_sliced or ranks == 1 else engine.skew.best
+        self._unevenness = engine.unevenness.best
 
     def shared(self, rows: float) -> ExpertTime:
         """Return the time of a rank's share of the experts, with so many rows of all ranks together."""
-        return self._time(rows, 1.0 if self._is_sliced else 1.0 / self._ranks, self._skew)
+        if self._is_sliced:
+            return self._time(rows, part=1.0, pieces=self._ranks)
+        return self._time(rows, part=1.0 / self._ranks, ranks=self._ranks)
 
     def alone(self, rows: float) -> ExpertTime:
         """Return the time of all experts on one rank, with rows of its own."""
-        return self._time(rows, 1.0, 1.0, slices=1)
+        return self._time(rows, part=1.0)
 
-    def _time(self, rows: float, part: float, skew: float, slices: int | None = None) -> ExpertTime:
-        """Return the time of this part of the experts. `slices`: into how many each of them is cut."""
+    def _time(self, rows: float, *, part: float, pieces: int = 1, ranks: int = 1) -> ExpertTime:
+        """Return the time of this part of the experts, each in so many pieces. `ranks`: that wait for the busiest."""
         model = self._model
         if not model.experts or rows <= 0:
             return NO_EXPERTS
-        pieces = slices or (self._ranks if self._is_sliced else 1)
         hit = 1.0 - float((1.0 - model.top_k / model.experts) ** rows)
         reached = model.experts * part * hit
         each = rows * model.top_k / model.experts / hit
@@ -79,7 +81,7 @@ class ExpertCost:
         plain_s = self._products_s(reached, size, each)
         work_s = self._rates.together(memory_s, plain_s)
         with_tiles = self._rates.together(memory_s, self._products_s(reached, size, self._in_tiles(each)))
-        with_skew = with_tiles
+        with_skew, skew = with_tiles, self._skew(ranks, each)
         if skew > 1.0:
             most_s = min(model.experts * part, reached * skew) * size / self._rates.memory
             with_skew = self._rates.together(most_s, self._products_s(reached, size, self._in_tiles(each * skew)))
@@ -92,6 +94,17 @@ class ExpertCost:
             calls_s=reached * self._expert_s,
             reached=reached,
         )
+
+    def _skew(self, ranks: int, each: float) -> float:
+        """Return the rows of the busiest rank's experts, of the mean, where an expert has so many rows on average.
+
+        A rank's rows are a sum over its experts, which differ in popularity and by chance; of several such sums the
+        largest is expected so far above the mean as normal ones are.
+        """
+        if ranks == 1:
+            return 1.0
+        spread = math.sqrt((self._unevenness**2 + 1.0 / each) * ranks / self._model.experts)
+        return min(1.0 + spread * math.sqrt(2.0 * math.log(ranks)), float(ranks))
 
     def _in_tiles(self, rows: float) -> float:
         """Return the rows that a kernel computes for so many of one expert: on average half a tile more."""

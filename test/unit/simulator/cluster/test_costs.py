@@ -18,7 +18,7 @@ from sgl_batch.simulator.cluster import costs as parts
 from sgl_batch.simulator.cluster.assumed import Assumed
 from sgl_batch.simulator.cluster.costs import ClusterCosts
 from sgl_batch.simulator.cluster.deployment import deployment
-from sgl_batch.simulator.cluster.engines import BATCHGEN, ENGINES, FLEXGEN, SGLANG, VLLM
+from sgl_batch.simulator.cluster.engines import BATCHGEN, ENGINES, FLEXGEN, SGLANG, SGLANG_SLICED, VLLM
 from sgl_batch.simulator.cluster.hardware import cluster_named
 from sgl_batch.simulator.cluster.models import model_named
 from sgl_batch.simulator.cluster.regime import DATA_PARALLEL, HOST, Regime
@@ -202,6 +202,18 @@ def test_tiles_cost_most_where_experts_get_few_rows():
     assert plain.parts[parts.TILES] < few.parts[parts.TILES] / 5
 
 
+def test_more_ranks_wait_longer_for_the_busiest_and_slices_for_none():
+    work = replace(DECODE, all_rows=4000)
+    shares = []
+    for ranks in (2, 8, 32):
+        found = costs(engine=replace(SGLANG, tile_rows=1), layout=Layout(ranks=ranks)).of_exactly(work).parts
+        shares.append(found[parts.SKEW] / found[parts.EXPERTS])
+    assert 0 < shares[0] < shares[1] < shares[2] < 1
+    assert parts.SKEW not in costs(engine=SGLANG_SLICED).of_exactly(work).parts
+    even = costs(engine=replace(SGLANG, unevenness=certain(0.0))).of_exactly(replace(work, all_rows=10_000_000)).parts
+    assert even[parts.SKEW] < 0.02 * even[parts.EXPERTS]
+
+
 def test_graphs_spare_launches_and_passes_with_prompts_have_none():
     small = PassWork(rows=1, kv_tokens=10, all_rows=2)
     mixed = replace(small, prompts=1, prompt_tokens=8, prompt_pairs=36, all_rows=10)
@@ -215,6 +227,8 @@ def test_graphs_spare_launches_and_passes_with_prompts_have_none():
     assert launches["sglang", True] > 5 * launches["sglang", False]
     assert launches["eager", False] > 5 * launches["sglang", False]
     assert launches["vllm", True] == pytest.approx(48 * VLLM.layer_s.best)
+    beside_prompts = costs(qwen, two, SGLANG, Layout(ranks=2)).of_exactly(replace(small, all_rows=20))
+    assert beside_prompts.parts[parts.LAUNCHES] > 5 * launches["sglang", False]
 
 
 def test_ranks_pad_gathered_rows_to_those_of_the_busiest():
