@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,7 +100,7 @@ class PlanRefiner:
         try:
             # In a thread of usual priority: one of low priority would keep the interpreter's lock while it waits for a
             # core, and the event loop with it.
-            decision = await asyncio.to_thread(refine, basis, measured, left)
+            decision = await asyncio.to_thread(refine, basis, measured, left, time.perf_counter)
             if decision is not None:
                 record |= {**decision.as_dict(), "line": decision.line}
                 if decision.changes:

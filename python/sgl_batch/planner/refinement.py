@@ -8,7 +8,6 @@ phases, whether sub-batches share an expert call, and the interval. Where KV and
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -141,9 +140,7 @@ class Refinement:
         }
 
 
-def refine(
-    basis: PlanBasis, measured: Measured, left: Workload, clock: Callable[[], float] = time.perf_counter
-) -> Refinement | None:
+def refine(basis: PlanBasis, measured: Measured, left: Workload, clock: Callable[[], float]) -> Refinement | None:
     """Decide whether the plan changes for the requests that are left. Takes up to seconds of computation.
 
     Args:

@@ -271,7 +271,9 @@ class Instance:
         event = min([self._next_arrival, *(rank.returning.next_at for rank in self.ranks)])
         if steps > 1 and math.isfinite(event):
             busiest = max(range(len(kv)), key=kv.__getitem__)
-            one = self._costs.of_pass(PassWork(rows=rows[busiest], kv_tokens=kv[busiest], all_rows=sum(rows)))
+            streams = self.ranks[busiest].form.streams
+            work = PassWork(rows=rows[busiest], kv_tokens=kv[busiest], all_rows=sum(rows), streams=streams)
+            one = self._costs.of_pass(work)
             steps = min(steps, max(1, math.ceil((event - self.now) / max(one.seconds, 1e-9))))
         assert 0 < steps < NEVER, "a step has rows"
         return steps

@@ -170,12 +170,31 @@ def _block_choices(deployment: Deployment, prompt: float, whole: float) -> Seque
 
 def _kernels_of(rival: EngineSettings) -> EngineSettings:
     """Return BatchGen with the kernels, launches and exchanges of another engine."""
-    names = (
-        "layer_s launch_s expert_s exchange_s memory_share exchange_share products_share attention_share skew exchange "
-        "tensor_experts graph_rows mixed_graphs tile_rows padded_gather ragged_gather dispatch_bytes rows_share"
-    ).split()
-    kernels = {name: getattr(rival, name) for name in names}
-    return replace(BATCHGEN, title=f"BatchGen, kernels of {rival.title}", **kernels)
+    return replace(
+        BATCHGEN,
+        title=f"BatchGen, kernels of {rival.title}",
+        layer_s=rival.layer_s,
+        launch_s=rival.launch_s,
+        expert_s=rival.expert_s,
+        exchange_s=rival.exchange_s,
+        memory_share=rival.memory_share,
+        exchange_share=rival.exchange_share,
+        products_share=rival.products_share,
+        expert_share=rival.expert_share,
+        attention_share=rival.attention_share,
+        corner=rival.corner,
+        row_passes=rival.row_passes,
+        choice_passes=rival.choice_passes,
+        unevenness=rival.unevenness,
+        exchange=rival.exchange,
+        tensor_experts=rival.tensor_experts,
+        graph_rows=rival.graph_rows,
+        mixed_graphs=rival.mixed_graphs,
+        tile_rows=rival.tile_rows,
+        padded_gather=rival.padded_gather,
+        ragged_gather=rival.ragged_gather,
+        dispatch_bytes=rival.dispatch_bytes,
+    )
 
 
 def _block(engine: EngineSettings, says: str) -> Policy:

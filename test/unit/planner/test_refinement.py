@@ -27,6 +27,10 @@ PASSES = Measured(
 LEFT = parse_workload("64:32x900")
 
 
+def refined(of, took, left):
+    return refine(of, took, left, lambda: 0.0)
+
+
 def basis(candidate: Candidate = NOW, memory_of=lambda _: ROOM, pinned=None, **more) -> PlanBasis:
     return PlanBasis(
         candidate=candidate,
@@ -63,7 +67,7 @@ def test_a_part_that_hardly_counts_keeps_its_cost():
 
 
 def test_slow_steps_make_decode_groups_larger_and_the_next_decision_begins_there():
-    found = refine(basis(), measured(step=20.0), LEFT)
+    found = refined(basis(), measured(step=20.0), LEFT)
     assert found.changes["b_moe_decode"] > 64
     assert found.gain > LEAST_GAIN
     assert found.line.startswith("refined: ")
@@ -71,15 +75,15 @@ def test_slow_steps_make_decode_groups_larger_and_the_next_decision_begins_there
     assert "measured / profile: step 20.00" in found.line
     assert found.basis.settings == {**basis().settings, **found.changes}
     assert found.as_dict()["requests_left"] == 900
-    stays = refine(found.basis, measured(step=20.0), LEFT)
+    stays = refined(found.basis, measured(step=20.0), LEFT)
     assert stays.changes == {}
 
 
 def test_a_gain_below_the_least_changes_nothing():
-    first = refine(basis(), measured(), LEFT)
+    first = refined(basis(), measured(), LEFT)
     best = first.basis
     now = replace(best.candidate, b_moe_prefill=best.candidate.b_moe_prefill // 2 or 1)
-    near = refine(replace(best, candidate=now), measured(), LEFT)
+    near = refined(replace(best, candidate=now), measured(), LEFT)
     assert near.changes == {}
     assert near.gain < LEAST_GAIN
     assert near.line.startswith("kept: ")
@@ -88,7 +92,7 @@ def test_a_gain_below_the_least_changes_nothing():
 
 def test_what_the_user_gave_stays():
     pinned = {"b_moe_decode": 64, "b_attn_prefill": 1024, "accumulate": None}
-    found = refine(
+    found = refined(
         basis(pinned=pinned, fixed_interval=True), measured(step=20.0), parse_workload("64:32x300,64:200x300")
     )
     assert not found.changes.keys() & {*pinned, "boundary_tokens"}
@@ -98,7 +102,7 @@ def test_unequal_outputs_shorten_the_interval_where_the_user_gave_none():
     unequal = parse_workload(",".join(["32:10x2,32:40x3"] * 40))
     pinned = {**limits_of(NOW), "accumulate": None, "b_moe_decode": 16, "b_attn_decode": 16}
     now = replace(NOW, b_moe_decode=16, b_attn_decode=16)
-    found = refine(basis(now, pinned=pinned), measured(), unequal)
+    found = refined(basis(now, pinned=pinned), measured(), unequal)
     assert found.changes.keys() == {"boundary_tokens"}
     assert found.changes["boundary_tokens"] < BatchConfig().schedule.boundary_tokens
 
@@ -108,20 +112,20 @@ def test_nothing_grows_beyond_the_memory_that_the_engine_has():
         return replace(ROOM, phases={"prefill": {"working": 100 if candidate.b_moe_decode <= 128 else 101}})
 
     gpu = replace(basis(memory_of=memory_of), allowed=Allowed(most_running=256))
-    assert refine(gpu, measured(step=20.0), LEFT).changes["b_moe_decode"] == 128
-    assert refine(basis(most_running=100), measured(step=20.0), LEFT).changes["b_moe_decode"] == 100
+    assert refined(gpu, measured(step=20.0), LEFT).changes["b_moe_decode"] == 128
+    assert refined(basis(most_running=100), measured(step=20.0), LEFT).changes["b_moe_decode"] == 100
     for most in (limits_with_memory(NOW, reserved=reserved) for reserved in (True, False)):
-        found = refine(basis(most=most), measured(step=20.0), LEFT)
+        found = refined(basis(most=most), measured(step=20.0), LEFT)
         assert all(found.basis.settings[name] <= limit for name, limit in most.items())
         assert ("b_moe_decode" in found.changes) == ("b_moe_decode" not in most)
 
 
 def test_where_kv_and_weights_lie_stays():
-    found = refine(basis(), measured(step=20.0), LEFT)
+    found = refined(basis(), measured(step=20.0), LEFT)
     assert (found.basis.candidate.kv, found.basis.candidate.weights) == (DEVICE, "resident")
 
 
 def test_without_measured_steps_there_is_no_decision():
-    assert refine(basis(), replace(PASSES, part_s={}), LEFT) is None
-    assert refine(basis(), replace(measured(), steps=0), LEFT) is None
-    assert refine(basis(memory_of=lambda _: replace(ROOM, lacks="memory")), measured(), LEFT) is None
+    assert refined(basis(), replace(PASSES, part_s={}), LEFT) is None
+    assert refined(basis(), replace(measured(), steps=0), LEFT) is None
+    assert refined(basis(memory_of=lambda _: replace(ROOM, lacks="memory")), measured(), LEFT) is None

@@ -109,13 +109,13 @@ def _details(one: Mapping[str, Any]) -> list[str]:
 def _timeline(one: Mapping[str, Any]) -> list[str]:
     """Return rows over time: ranks that do not wait, time in which the hardware bounds, and sequences that decode."""
     line, idle = one["timeline"], one["idle"]
-    most = max(line["rows"], default=0)
+    most = max(line["running"], default=0)
     used = sum(line["bound"]) * line["bin_s"] / max(one["seconds"], 1e-9)
     return [
         *_row("busy", f"{_sparkline(line['busy'], 1.0)} {1 - idle:.0%}: GPUs that do not wait"),
         *_row("used", f"{_sparkline(line['bound'], 1.0)} {used:.0%}: time in which memory or products bound"),
         *_row(
-            "sequences", f"{_sparkline(line['rows'], most)} up to {most:,.0f} decode; over {in_words(one['seconds'])}"
+            "sequences", f"{_sparkline(line['running'], most)} up to {most:,.0f} run; over {in_words(one['seconds'])}"
         ),
     ]
 
