@@ -61,7 +61,7 @@ class Run:
         settings = {"after_s": 60.0, "least_left": 100, **more}
         self.refiner = PlanRefiner(basis, "no profile", self._change, self.notes.append, **settings)
 
-    def _refine(self, basis: Any, measured: Any, left: Any) -> Any:
+    def _refine(self, basis: Any, measured: Any, left: Any, clock: Any) -> Any:
         self.workloads.append(left)
         if isinstance(self._decision, Exception):
             raise self._decision
