@@ -6,7 +6,6 @@ called again after it. An action names sequences and numbers of pages; it holds 
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission
@@ -162,31 +161,6 @@ class Migrate:
     target: int
 
 
-class Phase(enum.Enum):
-    """What the forward passes of a group of ranks compute."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class ParallelForm(enum.Enum):
-    """Which experts a rank holds: DATA all of them, EXPERT its share, with exchanges between the ranks."""
-
-    DATA = "data"
-    EXPERT = "expert"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchPhase:
-    """Switch to this phase and parallel form (BatchGen 5.2): weights and buffers are laid out for them.
-
-    All ranks switch at the same boundary, with no step in flight.
-    """
-
-    phase: Phase
-    form: ParallelForm
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
     """Let these sequences belong to all of these ranks, each of which computes attention over a part of their KV.
@@ -219,7 +193,6 @@ Action = (
     | Step
     | Abort
     | Migrate
-    | SwitchPhase
     | Partition
     | Idle
 )

@@ -5,7 +5,6 @@ Of the waiting sequences a record holds those that the decision read, in their o
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -187,7 +186,7 @@ def _plain(value: Any) -> Any:
         return {"sequence": value.sequence.sequence_id, "start": value.start, "tokens": value.tokens}
     if isinstance(value, frozenset):
         return sorted(value)
-    return value.value if isinstance(value, enum.Enum) else value
+    return value
 
 
 def arrival_record(

@@ -249,8 +249,8 @@ class BoundaryExecutor:
             case actions.Abort(sequences=sequences, why=why):
                 for sequence in sequences:
                     self.removal.abort(sequence, why)
-            case actions.SwitchPhase() | actions.Partition():
-                raise AssertionError(f"{type(action).__name__} is not carried out yet")
+            case actions.Partition():
+                raise AssertionError("Partition is not carried out yet")
             case actions.Migrate():
                 raise AssertionError("Migrate is carried out by all ranks together, in RankSteps")
             case _:

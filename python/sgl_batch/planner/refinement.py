@@ -165,7 +165,8 @@ def refine(basis: PlanBasis, measured: Measured, left: Workload, clock: Callable
         return None
     candidate, interval, after_s = best
     changed = basis.changed(candidate, interval)
-    changes = {name: value for name, value in changed.settings.items() if value != basis.settings[name]}
+    free = {name: value for name, value in changed.settings.items() if name not in basis.allowed.pinned}
+    changes = {name: value for name, value in free.items() if value != basis.settings[name]}
     if after_s > (1 - LEAST_GAIN) * before_s:
         changes = {}
     return Refinement(

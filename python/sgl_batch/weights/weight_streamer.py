@@ -5,6 +5,7 @@ Which experts stay, which are read ahead, and how much memory they take is decid
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -147,7 +148,7 @@ class WeightStreamer(Generic[S_co]):
 
     It counts experts: `weights_routed`, to which a visit of a layer routed tokens; of these, `weights_kept` were in
     their slots, and the others were read; `weights_unrouted` were read ahead and not routed to. `weights_slots` is how
-    many slots there is memory for.
+    many slots there is memory for; `weights_resizes` says how often that changed, and `weights_resize_us` what it took.
     """
 
     def __init__(
@@ -209,6 +210,7 @@ class WeightStreamer(Generic[S_co]):
         )
         if wanted == slots.table.num_slots:
             return
+        began = time.perf_counter()
         self._residency = plan_residency(wanted, layers=len(self._layers), experts=self._num_experts)
         if self._current is not None:
             self._leave(self._current)
@@ -224,6 +226,8 @@ class WeightStreamer(Generic[S_co]):
                 layer.kept.discard(expert)
                 layer.fresh.discard(expert)
         self._counters.counts["weights_slots"] = wanted
+        self._counters.add("weights_resizes")
+        self._counters.add("weights_resize_us", round(1e6 * (time.perf_counter() - began)))
 
     def experts(
         self,

@@ -13,7 +13,7 @@ from virtual_schedule import Request, VirtualSchedule
 
 from sgl_batch.config import from_mapping
 from sgl_batch.core import decide
-from sgl_batch.core.actions import Abort, Migrate, ParallelForm, Partition, Phase, SwitchPhase
+from sgl_batch.core.actions import Abort, Migrate, Partition
 from sgl_batch.core.decision_record import Observed, arrival_record, group_record, plain_actions, plan_record
 from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
@@ -143,13 +143,11 @@ def test_an_abort_of_a_sequence_that_can_never_fit_replays_with_its_numbers():
 def test_actions_of_several_ranks_are_recorded_whole():
     one = sequence(3, status=Status.READY)
     actions = (
-        SwitchPhase(phase=Phase.DECODE, form=ParallelForm.EXPERT),
         Partition(sequences=(one,), ranks=frozenset((2, 0))),
         Migrate(sequences=(one,), source=0, target=1),
         Abort(sequences=(one,), why="no room"),
     )
     plain = [
-        {"action": "SwitchPhase", "phase": "decode", "form": "expert"},
         {"action": "Partition", "sequences": ["s3"], "ranks": [0, 2]},
         {"action": "Migrate", "sequences": ["s3"], "source": 0, "target": 1},
         {"action": "Abort", "sequences": ["s3"], "why": "no room"},
