@@ -53,7 +53,7 @@ def best_of(
     """
     if policy.units:
         return _best_ratio(policy, model, cluster, requests, unit_gpus)
-    candidates = list(_setups(policy, feasible(model, cluster, policy.engine), requests))
+    candidates = list(_setups(policy, _feasible(policy, model, cluster), requests))
     if not candidates:
         raise ConfigError(f"{policy.title} fits {model.title} on {cluster.name} in no layout and regime")
     close = _close(candidates, requests)
@@ -68,6 +68,10 @@ def best_of(
 def _order(result: Result) -> tuple[float, float]:
     """Return what ranks runs: those that are stopped, by what they have finished by then."""
     return -result.counts.finished, result.seconds
+
+
+def _feasible(policy: Policy, model: ClusterModel, cluster: Cluster) -> list[Deployment]:
+    return [one for engine in policy.engines for one in feasible(model, cluster, engine)]
 
 
 def _setups(policy: Policy, deployments: Sequence[Deployment], requests: Requests) -> Iterator[Setup]:
@@ -118,7 +122,7 @@ def _best_ratio(policy: Policy, model: ClusterModel, cluster: Cluster, requests:
             "decode; set --unit-gpus"
         )
     unit = replace(cluster, gpus=unit_gpus)
-    single = [one for one in feasible(model, unit, policy.engine) if one.instances == 1]
+    single = [one for one in _feasible(policy, model, unit) if one.instances == 1]
     candidates = list(_setups(policy, single, requests))
     if not candidates:
         raise ConfigError(f"{policy.title} fits {model.title} on {unit_gpus} GPUs in no layout")

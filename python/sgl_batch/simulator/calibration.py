@@ -67,7 +67,7 @@ def with_calibration(policy: Policy, gpu: str, found: Sequence[Calibrated]) -> P
     for one in found:
         if (one.gpu, one.policy) == (gpu, policy.name):
             step_s = Assumed(one.step_s, one.step_s, one.step_s, f"calibrated by {len(one.ratios)} measured runs")
-            return replace(policy, engine=replace(policy.engine, step_s=step_s))
+            return replace(policy, engines=tuple(replace(engine, step_s=step_s) for engine in policy.engines))
     return policy
 
 

@@ -90,8 +90,8 @@ def ratio_interval(ours: tuple[float, Interval], theirs: tuple[float, Interval])
     return their_s / our_s * low, their_s / our_s * high
 
 
-def _regime(setup: Setup) -> tuple[Layout, Regime]:
-    return setup.deployment.layout, setup.deployment.regime
+def _regime(setup: Setup) -> tuple[str, Layout, Regime]:
+    return setup.deployment.engine.name, setup.deployment.layout, setup.deployment.regime
 
 
 def _seconds(setup: Setup, requests: Requests) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from sgl_batch.core.admission_policy import RESERVE
 from sgl_batch.core.plan import PhasePlan, Plan
@@ -11,7 +11,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import DEVICE, INCLUSIVE, STREAMED
 from sgl_batch.simulator.cluster.deployment import Deployment
 from sgl_batch.simulator.cluster.engine_settings import EngineSettings
-from sgl_batch.simulator.cluster.engines import BATCHGEN, DEEPSPEED, FLEXGEN, MOE_LIGHTNING, SGLANG, VLLM
+from sgl_batch.simulator.cluster.engines import BATCHGEN, DEEPSPEED, FLEXGEN, MOE_LIGHTNING, SGLANG, SGLANG_SLICED, VLLM
 from sgl_batch.simulator.collapsed import Collapsed
 from sgl_batch.simulator.instance import Instance
 from sgl_batch.simulator.kv_forms import KVForm, RankMemory, make_form
@@ -29,6 +29,14 @@ _REQUEST_SLOTS = 1 << 20
 _WATERMARK, _AHEAD = 0.75, 0.5
 # vLLM's --max-num-seqs on GPUs with much memory. SGLang's limits are above what memory holds.
 _VLLM_ROWS, _MOST_ROWS = 1024, 4096
+# What an engine can do, and what its scheduler and its memory take: all but its kernels, launches and exchanges.
+_OURS = frozenset(
+    (
+        "name title data_attention tensor_attention kv prefill attention streams_weights by_layer chunk_tokens "
+        "reserve_bytes ranks_reserve_bytes host_reserve_bytes step_s step_row_s agree_s boundary_s partition_s "
+        "copy_share host_share overlap"
+    ).split()
+)
 # SGLang's --schedule-conservativeness with data-parallel attention, as a factor.
 _DATA_ATTENTION = 0.3
 
@@ -62,7 +70,7 @@ class Policy:
 
     Attributes:
         name, title: "sglang"; its name in reports.
-        engine: Whose kernels and abilities it has.
+        engines: Whose kernels and abilities it has, or those that are compared.
         says: What it is, for people.
         form: Returns the KV of a rank.
         scheduler: Returns what decides, for the form of KV of its ranks.
@@ -73,7 +81,7 @@ class Policy:
 
     name: str
     title: str
-    engine: EngineSettings
+    engines: tuple[EngineSettings, ...]
     says: str
     form: Callable[[Deployment], KVForm]
     scheduler: Callable[[KVForm], Scheduler]
@@ -170,38 +178,15 @@ def _block_choices(deployment: Deployment, prompt: float, whole: float) -> Seque
 
 def _kernels_of(rival: EngineSettings) -> EngineSettings:
     """Return BatchGen with the kernels, launches and exchanges of another engine."""
-    return replace(
-        BATCHGEN,
-        title=f"BatchGen, kernels of {rival.title}",
-        layer_s=rival.layer_s,
-        launch_s=rival.launch_s,
-        expert_s=rival.expert_s,
-        exchange_s=rival.exchange_s,
-        memory_share=rival.memory_share,
-        exchange_share=rival.exchange_share,
-        products_share=rival.products_share,
-        expert_share=rival.expert_share,
-        attention_share=rival.attention_share,
-        corner=rival.corner,
-        row_passes=rival.row_passes,
-        choice_passes=rival.choice_passes,
-        unevenness=rival.unevenness,
-        exchange=rival.exchange,
-        tensor_experts=rival.tensor_experts,
-        graph_rows=rival.graph_rows,
-        mixed_graphs=rival.mixed_graphs,
-        tile_rows=rival.tile_rows,
-        padded_gather=rival.padded_gather,
-        ragged_gather=rival.ragged_gather,
-        dispatch_bytes=rival.dispatch_bytes,
-    )
+    kernels = {field.name: getattr(rival, field.name) for field in fields(rival) if field.name not in _OURS}
+    return replace(BATCHGEN, title=f"BatchGen, kernels of {rival.title}", **kernels)
 
 
 def _block(engine: EngineSettings, says: str) -> Policy:
     return Policy(
         name=engine.name,
         title=f"{engine.title}-like",
-        engine=engine,
+        engines=(engine,),
         says=says,
         form=_block_form,
         scheduler=lambda _: StaticBlock(),
@@ -212,7 +197,7 @@ def _block(engine: EngineSettings, says: str) -> Policy:
 _BATCHGEN = Policy(
     name="batchgen",
     title=BATCHGEN.title,
-    engine=BATCHGEN,
+    engines=(BATCHGEN,),
     says="the decisions of this engine (core/), in the best layout and regime that fits",
     form=_our_form,
     scheduler=lambda form: Ours(form.policy),
@@ -221,9 +206,9 @@ _BATCHGEN = Policy(
 _SGLANG = Policy(
     name="sglang",
     title=SGLANG.title,
-    engine=SGLANG,
+    engines=(SGLANG, SGLANG_SLICED),
     says="continuous batching, prompts first, in chunks; sequences bound to ranks; the better of data-parallel and "
-    "tensor-parallel attention, of independent groups, and of two sizes of chunks",
+    "tensor-parallel attention, of whole and sliced experts, of independent groups, and of two sizes of chunks",
     form=_sglang_form,
     scheduler=lambda _: PrefillFirst(),
     choices=_sglang_choices,
@@ -234,14 +219,14 @@ POLICIES: tuple[Policy, ...] = (
         _BATCHGEN,
         name="batchgen-sglang-kernels",
         title="BatchGen, SGLang's kernels",
-        engine=_kernels_of(SGLANG),
+        engines=(_kernels_of(SGLANG),),
         says="as batchgen, with the assumed kernels, launches and exchanges of SGLang",
     ),
     _SGLANG,
     Policy(
         name="vllm",
         title=VLLM.title,
-        engine=VLLM,
+        engines=(VLLM,),
         says="continuous batching, chunks of prompts beside decode; sequences bound to ranks, as for sglang",
         form=_vllm_form,
         scheduler=lambda _: DecodeFirst(),

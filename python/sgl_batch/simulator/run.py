@@ -48,8 +48,9 @@ class Setup:
     def text(self) -> str:
         """Return the setup in words, without the policy and the cluster."""
         units = f" ({self.split.text()})" if self.split else ""
-        regime, layout = self.deployment.regime.text(), self.deployment.layout.text()
-        return f"{layout}{units}, {regime}, {self.choice.text()}"
+        regime, layout, engine = self.deployment.regime.text(), self.deployment.layout.text(), self.deployment.engine
+        of = "" if engine.name == self.policy.engines[0].name else f"{engine.title}: "
+        return f"{of}{layout}{units}, {regime}, {self.choice.text()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

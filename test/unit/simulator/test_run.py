@@ -27,7 +27,7 @@ SPREAD = requests_like(Workload(requests=[Request(600, 100)], count=96), 96, cv=
 def setup(name: str, cluster: str, instances: int, *, tensor: bool = False) -> Setup:
     """Return a policy in the first regime of a layout with so many instances."""
     (policy,) = policies_named(name)
-    found = feasible(MODEL, cluster, policy.engine)
+    found = feasible(MODEL, cluster, policy.engines[0])
     one = next(one for one in found if one.instances == instances and one.layout.tensor is tensor)
     return Setup(policy=policy, deployment=one, choice=policy.choices(one, 600.0, 700.0)[0])
 
@@ -35,7 +35,7 @@ def setup(name: str, cluster: str, instances: int, *, tensor: bool = False) -> S
 @pytest.mark.parametrize("policy", [one for one in POLICIES if not one.units], ids=lambda one: one.name)
 @pytest.mark.parametrize("requests", [ALIKE, SPREAD], ids=["alike", "spread"])
 def test_every_policy_generates_all_tokens(policy, requests):
-    result = simulate(setup(policy.name, "h100x1" if policy.engine.by_layer else "h100x2", 1), requests)
+    result = simulate(setup(policy.name, "h100x1" if policy.engines[0].by_layer else "h100x2", 1), requests)
     assert result.counts.finished == len(requests)
     assert result.counts.output_tokens == requests.outputs.sum()
     assert result.counts.prompt_tokens == requests.prompts.sum()

@@ -72,10 +72,10 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, float]:
         if spread > _MOST_CV:
             raise ConfigError(f"--lengths is {args.lengths}; the standard deviation is at most {_MOST_CV} of the mean")
         return parse_workload(args.workload or DEFAULT_WORKLOAD), spread
+    if args.lengths.startswith("cv="):
+        raise ConfigError(f"--lengths is {args.lengths!r}; it takes cv=SHARE, as in cv=0.3, or a file")
     if args.workload is not None:
         raise ConfigError("--lengths names a file, which has all lengths; leave --workload out")
-    if args.lengths.startswith("cv"):
-        raise ConfigError(f"--lengths is {args.lengths!r}; it takes cv=SHARE, as in cv=0.3, or a file")
     try:
         return parse_lengths(Path(args.lengths).read_text(encoding="utf-8").splitlines(), args.lengths), 0.0
     except (OSError, UnicodeDecodeError) as error:

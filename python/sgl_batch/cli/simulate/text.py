@@ -21,7 +21,10 @@ def text(message: Mapping[str, Any]) -> str:
         lines += _row("calibrated", _calibration(one))
     lines += ["", *_compared(message["policies"])]
     for one in message["policies"]:
-        lines += ["", *(_details(one) if "seconds" in one else _row(one["name"], f"does not run: {one['why']}"))]
+        lines += [
+            "",
+            *(_details(one) if "seconds" in one else [one["title"], *_row("", f"does not run: {one['why']}")]),
+        ]
     if "plot" in message:
         lines += ["", *_row("plot", message["plot"])]
     return "\n".join(lines) + "\n"
@@ -89,7 +92,7 @@ def _details(one: Mapping[str, Any]) -> list[str]:
         f"{name} {seconds / total:.0%}" for name, seconds in one["bounds_s"].items() if seconds > _SHARE_SHOWN * total
     )
     lines = [
-        *_row(one["name"], f"{one['setup']}; the best of {one['compared']}"),
+        *_row("run as", f"{one['setup']}; the best of {one['compared']}"),
         *_row("", f"{one['steps']:,} steps of {one['mean_rows']:,.0f} sequences on average"),
         *_row("by part", shown),
         *_row("bounds", bounds),
@@ -181,5 +184,4 @@ def _sparkline(values: Sequence[float], most: float) -> str:
 
 def _row(name: str, words: str) -> list[str]:
     wrapped = textwrap.wrap(words, _WIDTH - _NAME_WIDTH - 1, break_on_hyphens=False, drop_whitespace=True) or [""]
-    width = max(_NAME_WIDTH, len(name))
-    return [f"{name if index == 0 else '':<{width}} {line}".rstrip() for index, line in enumerate(wrapped)]
+    return [f"{name if index == 0 else '':<{_NAME_WIDTH}} {line}".rstrip() for index, line in enumerate(wrapped)]
