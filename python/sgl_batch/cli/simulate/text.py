@@ -21,10 +21,8 @@ def text(message: Mapping[str, Any]) -> str:
         lines += _row("calibrated", _calibration(one))
     lines += ["", *_compared(message["policies"])]
     for one in message["policies"]:
-        lines += [
-            "",
-            *(_details(one) if "seconds" in one else [one["title"], *_row("", f"does not run: {one['why']}")]),
-        ]
+        lines += ["", one["title"]]
+        lines += _details(one) if "seconds" in one else _row("", f"does not run: {one['why']}")
     if "plot" in message:
         lines += ["", *_row("plot", message["plot"])]
     return "\n".join(lines) + "\n"
