@@ -20,6 +20,8 @@ from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.run import Result, Setup, Split, simulate
 from sgl_batch.simulator.work import PassWork
 
+# GPUs of a unit that prefills or decodes alone.
+_UNIT_GPUS = 16
 # Candidates whose estimate is so much longer than the shortest are not simulated; nor are more than so many.
 _CLOSE, _MOST, _WHOLE = 1.5, 6, 3
 
@@ -43,19 +45,18 @@ def best_of(
     cluster: Cluster,
     requests: Requests,
     *,
-    unit_gpus: int = 16,
     collapse: bool = False,
     until: float = math.inf,
 ) -> Best:
     """Return the best run of a policy. Raises ConfigError where it fits in no layout and regime.
 
-    `unit_gpus`: GPUs of a unit, for a policy with units. `collapse`, `until`: as in `run.simulate`.
+    `collapse`, `until`: as in `run.simulate`.
     """
     if policy.units:
-        return _best_ratio(policy, model, cluster, requests, unit_gpus)
+        return _best_ratio(policy, model, cluster, requests)
     candidates = list(_setups(policy, _feasible(policy, model, cluster), requests))
     if not candidates:
-        raise ConfigError(f"{policy.title} fits {model.title} on {cluster.name} in no layout and regime")
+        raise ConfigError(f"{model.title} does not fit {cluster.name} in any layout and regime of {policy.title}")
     close = _close(candidates, requests)
     ranked = sorted((simulate(one, requests, collapse=True, until=until) for one in close), key=_order)
     if collapse:
@@ -71,7 +72,8 @@ def _order(result: Result) -> tuple[float, float]:
 
 
 def _feasible(policy: Policy, model: ClusterModel, cluster: Cluster) -> list[Deployment]:
-    return [one for engine in policy.engines for one in feasible(model, cluster, engine)]
+    found = [one for engine in policy.engines for one in feasible(model, cluster, engine)]
+    return [one for one in found if policy.gpus in (None, one.layout.ranks)]
 
 
 def _setups(policy: Policy, deployments: Sequence[Deployment], requests: Requests) -> Iterator[Setup]:
@@ -114,18 +116,21 @@ def estimate(setup: Setup, requests: Requests) -> float:
     return prefill.seconds * share * prompt / tokens + decode.seconds * output * max(1.0, share / rows)
 
 
-def _best_ratio(policy: Policy, model: ClusterModel, cluster: Cluster, requests: Requests, unit_gpus: int) -> Best:
+def _best_ratio(policy: Policy, model: ClusterModel, cluster: Cluster, requests: Requests) -> Best:
+    unit_gpus = policy.gpus or _UNIT_GPUS
     count = cluster.gpus // unit_gpus
     if count < 2 or cluster.gpus % unit_gpus:
         raise ConfigError(
             f"{cluster.name} has {cluster.gpus} GPUs, which are not several units of {unit_gpus} GPUs for prefill and "
-            "decode; set --unit-gpus"
+            f"decode; say how many a unit has, as in {policy.name}:8"
         )
     unit = replace(cluster, gpus=unit_gpus)
     single = [one for one in _feasible(policy, model, unit) if one.instances == 1]
     candidates = list(_setups(policy, single, requests))
     if not candidates:
-        raise ConfigError(f"{policy.title} fits {model.title} on {unit_gpus} GPUs in no layout")
+        raise ConfigError(
+            f"{model.title} does not fit {unit_gpus} {cluster.sheet.name} in any layout of {policy.title}"
+        )
     setup = min(candidates, key=lambda one: estimate(one, requests))
     table = [
         simulate(replace(setup, split=Split(prefill=prefill, decode=count - prefill)), requests)

@@ -77,6 +77,7 @@ class Policy:
         choices: Returns the limits that are compared, for a deployment and the tokens of a sequence on average: of its
             prompt, and of all that it may have.
         units: Whether prefill and decode have units of their own; the other attributes are then those of a unit.
+        gpus: Of each instance, or unit; None for any number.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Policy:
     scheduler: Callable[[KVForm], Scheduler]
     choices: Callable[[Deployment, float, float], Sequence[Choice]]
     units: bool = False
+    gpus: int | None = None
 
 
 def pages(tokens: float) -> int:
@@ -248,14 +250,23 @@ SEVERAL = {"offload": ("flexgen", "moe-lightning", "deepspeed")}
 
 
 def policies_named(text: str) -> list[Policy]:
-    """Return the policies whose names stand behind commas, each once. Raises ConfigError, which lists the names."""
+    """Return the policies whose names stand behind commas, each once: NAME, or NAME:GPUS of an instance.
+
+    Raises ConfigError, which lists the names.
+    """
     found: dict[str, Policy] = {}
     known = {one.name: one for one in POLICIES}
     for word in text.lower().split(","):
-        name = word.strip()
+        name, colon, gpus = (part.strip() for part in word.partition(":"))
+        if colon and not (gpus.isascii() and gpus.isdigit() and int(gpus)):
+            raise ConfigError(f"--policies has {word!r}; behind a colon stand the GPUs of an instance, as in sglang:16")
         for each in SEVERAL.get(name, (name,)):
             if each not in known:
                 names = ", ".join([*known, *SEVERAL])
                 raise ConfigError(f"there is no policy {each!r}; --policies takes some of {names}, behind commas")
-            found[each] = known[each]
+            found[f"{each}{colon}{gpus}"] = _with_gpus(known[each], int(gpus)) if colon else known[each]
     return list(found.values())
+
+
+def _with_gpus(policy: Policy, gpus: int) -> Policy:
+    return replace(policy, gpus=gpus, title=f"{policy.title}, {gpus} GPUs each")

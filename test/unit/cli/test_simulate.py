@@ -57,11 +57,11 @@ def test_a_message_has_all_numbers_and_their_sources(capsys):
 
 def test_the_ratios_of_units_are_all_told(capsys):
     argv = ("--model", "qwen3-30b-a3b", "--hardware", "h100x4", "--workload", "600:60x48", "--no-intervals")
-    _, message = to_message(capsys, *argv, "--policies", "disaggregated", "--unit-gpus", 1)
+    _, message = to_message(capsys, *argv, "--policies", "disaggregated:1")
     assert [row["text"] for row in message["policies"][0]["table"]] == [
         f"{count} prefill, {4 - count} decode" for count in (1, 2, 3)
     ]
-    assert simulate_command([*argv, "--policies", "disaggregated", "--unit-gpus", "1"]) == 0
+    assert simulate_command([*argv, "--policies", "disaggregated:1"]) == 0
     assert "2 prefill, 2 decode" in capsys.readouterr().out
 
 
@@ -132,10 +132,10 @@ def test_a_policy_that_does_not_fit_stands_beside_those_that_do(capsys):
     argv = ("--model", "deepseek-r1", "--hardware", "h20x1", "--workload", "512:16x8", "--no-intervals")
     code, message = to_message(capsys, *argv, "--policies", "sglang,batchgen")
     assert code == 0
-    assert "no layout" in message["policies"][0]["why"]
+    assert "does not fit h20x1" in message["policies"][0]["why"]
     assert message["policies"][1]["counts"]["finished"] == 8
     assert simulate_command([*argv, "--policies", "sglang"]) == 1
-    assert "does not run: SGLang" in " ".join(capsys.readouterr().out.split())
+    assert "does not run: DeepSeek-R1" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_policy_that_does_not_fit_stands_beside_those_that_do(capsys):
         (("--lengths", "cv=9"), "at most 3"),
         (("--lengths", "missing.txt"), "leave --workload out"),
         (("--until", "10"), "--until is '10'"),
-        (("--unit-gpus", "0"), "--unit-gpus is 0"),
+        (("--policies", "sglang:0"), "GPUs of an instance"),
         (("--host-memory", "much"), "--host-memory is 'much'"),
         (("--plot", "run.jpg"), "--plot is run.jpg"),
         (("--calibrate", "missing.csv"), "missing.csv cannot be read"),

@@ -97,18 +97,23 @@ def test_the_best_run_is_the_fastest_of_those_that_were_simulated():
 
 
 def test_every_ratio_of_units_is_in_the_table():
-    found = best_of(policies_named("disaggregated")[0], model_named(MODEL), cluster_named("h100x4"), ALIKE, unit_gpus=1)
+    found = best_of(policies_named("disaggregated:1")[0], model_named(MODEL), cluster_named("h100x4"), ALIKE)
     assert [one.setup.split for one in found.table] == [Split(prefill=n, decode=4 - n) for n in (1, 2, 3)]
     assert found.result.seconds == min(one.seconds for one in found.table)
 
 
 def test_units_that_do_not_divide_the_cluster_are_refused():
-    with pytest.raises(ConfigError, match="--unit-gpus"):
-        best_of(policies_named("disaggregated")[0], model_named(MODEL), cluster_named("h100x4"), ALIKE, unit_gpus=3)
+    with pytest.raises(ConfigError, match="as in disaggregated:8"):
+        best_of(policies_named("disaggregated:3")[0], model_named(MODEL), cluster_named("h100x4"), ALIKE)
+
+
+def test_instances_have_as_many_gpus_as_a_policy_says():
+    found = best_of(policies_named("sglang:2")[0], model_named(MODEL), cluster_named("h100x4"), ALIKE)
+    assert {one.setup.deployment.layout.ranks for one in (found.result, *found.others)} == {2}
 
 
 def test_a_model_that_fits_nowhere_is_refused():
-    with pytest.raises(ConfigError, match=r"fits .* in no layout"):
+    with pytest.raises(ConfigError, match="does not fit h100x1"):
         best_of(policies_named("sglang")[0], model_named("deepseek-r1"), cluster_named("h100x1"), ALIKE)
 
 

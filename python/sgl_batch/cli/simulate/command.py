@@ -42,8 +42,6 @@ def simulated(args: argparse.Namespace) -> dict[str, Any]:
     """Return the simulation for programs. Raises ConfigError for what the user can mend."""
     if args.plot is not None:
         check_picture(args.plot, _PLOT)
-    if args.unit_gpus < 1:
-        raise ConfigError(f"--unit-gpus is {args.unit_gpus}; a unit has at least 1 GPU")
     policies, subject = policies_named(args.policies), read_subject(args)
     until = math.inf if args.until is None else parse_time("--until", args.until)
     found = [] if args.calibrate is None else calibrated(read_cells(args.calibrate))
@@ -70,7 +68,6 @@ def _compared(
             subject.model,
             subject.cluster,
             subject.requests,
-            unit_gpus=args.unit_gpus,
             collapse=args.collapse,
             until=until,
         )

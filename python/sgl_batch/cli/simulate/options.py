@@ -20,8 +20,8 @@ Predict how long a batch takes on GPUs that are not here, by this engine and by 
       requests whose lengths differ: a standard deviation of 0.3 of their means
   sgl-batch simulate --model deepseek-r1 --hardware h20x64 --lengths lengths.txt --plot run.svg
       lengths from a file with a line "PROMPT OUTPUT" for each request, and a picture of how busy the GPUs are
-  sgl-batch simulate --model deepseek-r1 --hardware h20x128 --policies batchgen,disaggregated --unit-gpus 16
-      beside units of 16 GPUs that prefill or decode alone, at every ratio
+  sgl-batch simulate --model deepseek-r1 --hardware h20x128 --policies batchgen:64,sglang:16,disaggregated:16
+      two instances of 64 GPUs, groups of 16, and units of 16 that prefill or decode alone, at every ratio
   sgl-batch simulate --model mixtral-8x7b --hardware a5000x1 --policies batchgen,offload --workload 512:256
       on little memory, beside engines that stream weights
   sgl-batch simulate --model deepseek-r1 --hardware h20x16 --calibrate cells.csv
@@ -80,10 +80,8 @@ def simulate_parser() -> argparse.ArgumentParser:
         "--policies",
         default="batchgen,sglang,vllm",
         metavar="NAMES",
-        help="what to compare, behind commas (default: batchgen,sglang,vllm); ratios are to the first",
-    )
-    parser.add_argument(
-        "--unit-gpus", type=int, default=16, metavar="N", help="GPUs of a unit of `disaggregated` (default: 16)"
+        help="what to compare, behind commas (default: batchgen,sglang,vllm); ratios are to the first. NAME:N: with "
+        "instances, or units, of N GPUs",
     )
     parser.add_argument("--until", metavar="TIME", help="stop then, and say how many sequences have ended: 30m or 1h")
     parser.add_argument(
