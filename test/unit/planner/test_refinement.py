@@ -96,7 +96,7 @@ def test_what_the_user_gave_stays():
         basis(pinned=pinned, fixed_interval=True), measured(step=20.0), parse_workload("64:32x300,64:200x300")
     )
     assert not found.changes.keys() & {*pinned, "boundary_tokens"}
-    whole_groups = refine(basis(pinned={"b_attn_decode": 0}), measured(step=20.0), LEFT)
+    whole_groups = refined(basis(pinned={"b_attn_decode": 0}), measured(step=20.0), LEFT)
     assert "b_moe_decode" in whole_groups.changes
     assert "b_attn_decode" not in whole_groups.changes
 
