@@ -194,10 +194,15 @@ class ScheduleConfig:
         "measured at the start",
         choices=OVERLAPS,
     )
+    plan: str = _flag(
+        "auto",
+        "auto: where a profile is kept (`sgl-batch plan --profile`), what is not given is planned; off: it is not",
+        choices=("auto", "off"),
+    )
     workload: str | None = _flag(
         None,
-        "the batch for which sizes of groups that are not given are planned, where a profile is kept (`sgl-batch plan "
-        "--profile`), as for `sgl-batch plan`; by default the input of `sgl-batch run`, else 128:128x256",
+        "the batch that is planned for, as for `sgl-batch plan`; by default the input of `sgl-batch run`, else "
+        "128:128x256",
         metavar="PROMPT:OUTPUTxCOUNT",
     )
 

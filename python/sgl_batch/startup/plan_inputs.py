@@ -97,6 +97,7 @@ def predicted(plan: StartPlan, workload: Workload) -> Prediction | None:
 def _obstacle(config: BatchConfig, arguments: Mapping[str, object], *, on_cpu: bool) -> str | None:
     """Return why a start is not planned, whatever profile there is."""
     reasons = {
+        "--plan off": config.schedule.plan == "off",
         "profiles are of CPUs so far": not on_cpu,
         "several ranks are not planned": any((_count(arguments, name) or 1) > 1 for name in _RANKS),
         "flags change the model, and a profile is of the model as its files are": any(

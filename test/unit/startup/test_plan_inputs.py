@@ -78,6 +78,7 @@ def test_a_workload_that_cannot_be_read_is_the_users_mistake_with_and_without_a_
 @pytest.mark.parametrize(
     ("arguments", "given", "why"),
     [
+        ({}, {"plan": "off"}, "conservative defaults (--plan off)"),
         ({"dp_size": 2}, {}, "several ranks are not planned"),
         ({"json_model_override_args": '{"num_hidden_layers": 2}'}, {}, "flags change the model"),
         ({"quantization": "fp8"}, {}, "flags change the model"),
