@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -12,8 +13,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from sgl_batch.profiler.other_load import busy_s
 
 _SAMPLE_S = 0.2
 _STOP_S = 10.0
@@ -54,7 +58,7 @@ def run_child(
     the whole session is killed in any case.
     """
     result.unlink(missing_ok=True)
-    began, busy, written = time.monotonic(), _busy_s(), None
+    began, busy, written = time.monotonic(), busy_s(), None
     usage = TreeUsage()
     with log.open("wb") as output:
         command = [python, str(_RUNNERS / runner), str(spec), str(result)]
@@ -76,12 +80,36 @@ def run_child(
         finally:
             _kill(child)
     took = time.monotonic() - began
-    others_s = max(0.0, _busy_s() - busy - usage.cpu_s)
+    others_s = max(0.0, busy_s() - busy - usage.cpu_s)
     reason = None
     if not result.exists():
         timed_out = took >= limit_s
         reason = f"timed out after {limit_s:.0f} s" if timed_out else last_error(log, child.returncode)
     return ChildEnd(reason=reason, peak_rss_bytes=usage.peak_rss_bytes, took_s=took, cpus_of_others=others_s / took)
+
+
+def measured_by_child(
+    name: str,
+    spec: Mapping[str, Any],
+    out: Path,
+    *,
+    runner: str,
+    limit_s: float,
+    threads: int | None,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[dict[str, Any], str | None]:
+    """Return what a script measures in a fresh process of this interpreter, and why it measured nothing, or None.
+
+    `spec`: what the script is told. `out`: the directory for its files, whose names begin with `name`. Others are as
+    in `run_child`.
+    """
+    asked, result, log = (out / f"{name}.{kind}" for kind in ("spec.json", "result.json", "log"))
+    asked.write_text(json.dumps(spec), encoding="utf-8")
+    end = run_child(
+        this_python(), asked, result, log, limit_s=limit_s, threads=threads, runner=runner, environment=environment
+    )
+    asked.unlink()
+    return ({}, end.reason) if end.reason is not None else (json.loads(result.read_text(encoding="utf-8")), None)
 
 
 def _environment(threads: int | None, more: Mapping[str, str] | None) -> dict[str, str]:
@@ -116,12 +144,6 @@ class TreeUsage:
                     times = process.cpu_times()
                     self._cpu_s[process.pid] = times.user + times.system
         self.peak_rss_bytes = max(self.peak_rss_bytes, resident)
-
-
-def _busy_s() -> float:
-    """Return the busy processor seconds of this machine since it started."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

@@ -6,7 +6,6 @@ can take longer than computing does, so it is counted for itself; a later batch 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from comparison.child import run_child, this_python
+from comparison.child import measured_by_child
 from comparison.figures import Spread, spread
 from comparison.workload import Workload, model_config
 from sgl_batch.errors import ConfigError
@@ -73,14 +72,13 @@ class Rates:
 
     def measure(self) -> None:
         """Measure once more. Raises ConfigError where the process fails."""
-        spec, result, log = (self._out / f"cpu-rates.{kind}" for kind in ("spec.json", "result.json", "log"))
-        spec.write_text(json.dumps({**_SPEC, "threads": self._threads}), encoding="utf-8")
-        end = run_child(
-            this_python(), spec, result, log, limit_s=_LIMIT_S, threads=self._threads, runner="cpu_rates.py"
+        spec = {**_SPEC, "threads": self._threads}
+        measured, fault = measured_by_child(
+            "cpu-rates", spec, self._out, runner="cpu_rates.py", limit_s=_LIMIT_S, threads=self._threads
         )
-        if end.reason is not None:
-            raise ConfigError(f"--bound: the machine's rates could not be measured: {end.reason}")
-        self.measured.append(json.loads(result.read_text(encoding="utf-8")))
+        if fault is not None:
+            raise ConfigError(f"--bound: the machine's rates could not be measured: {fault}")
+        self.measured.append(measured)
 
 
 def bound_text(work: LeastWork, measured: Sequence[Mapping[str, float]], walls: Mapping[str, Spread]) -> str:

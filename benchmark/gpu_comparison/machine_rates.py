@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comparison.child import run_child, this_python
+from comparison.child import measured_by_child
 
 from gpu_comparison.data_sheets import Rates, sheet_of
 
@@ -37,23 +36,19 @@ def measure_machine(
 ) -> Machine:
     """Measure in a separate process, which takes some seconds and its start."""
     sheet = sheet_of(gpus[0]) if on_gpu and gpus else None
-    spec, result, log = (out / f"device-rates.{kind}" for kind in ("spec.json", "result.json", "log"))
     sizes = {"num_bytes": 1 << 30, "width": 8192} if on_gpu else {"num_bytes": 1 << 26, "width": 1024}
-    spec.write_text(json.dumps({"device": "cuda" if on_gpu else "cpu", "rounds": 5, **sizes}), encoding="utf-8")
-    end = run_child(
-        this_python(),
+    spec = {"device": "cuda" if on_gpu else "cpu", "rounds": 5, **sizes}
+    raw, fault = measured_by_child(
+        "device-rates",
         spec,
-        result,
-        log,
+        out,
+        runner="device_rates.py",
         limit_s=limit_s,
         threads=None,
-        runner="device_rates.py",
         environment=environment,
     )
-    spec.unlink()
-    if end.reason is not None:
-        return Machine(sheet=sheet, fault=end.reason)
-    raw = json.loads(result.read_text(encoding="utf-8"))
+    if fault is not None:
+        return Machine(sheet=sheet, fault=fault)
     return Machine(measured=measured_rates(raw), sheet=sheet, raw=raw)
 
 

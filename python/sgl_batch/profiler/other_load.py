@@ -13,15 +13,15 @@ class OtherLoad:
     """Counts from when it is made: what this process's cores worked, without this process and its ended children."""
 
     def __init__(self) -> None:
-        self._begun, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
+        self._begun, self._busy_s, self._own_s = time.monotonic(), busy_s(), _own_s()
 
     def cores(self) -> float:
         """Return the cores that other programs kept busy so far, on average."""
-        others_s = _busy_s() - self._busy_s - (_own_s() - self._own_s)
+        others_s = busy_s() - self._busy_s - (_own_s() - self._own_s)
         return max(others_s, 0.0) / max(time.monotonic() - self._begun, 1e-3)
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
     """Return the busy seconds, since the machine's start, of the cores that this process may use."""
     usable = os.sched_getaffinity(0)
     found = 0.0
