@@ -6,6 +6,7 @@ import argparse
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from sgl_batch import config as batch_config
@@ -121,12 +122,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build_arguments(
-    argv: Sequence[str], near: Sequence[str] = (), workload: Callable[[], Workload | None] = lambda: None
+    argv: Sequence[str], near: Sequence[str] = (), workload: Callable[[Path | None], Workload | None] = lambda _: None
 ) -> EngineArguments:
     """Parse and check all flags, and plan sizes that are not given. Raises ConfigError for a bad flag; --help exits.
 
     `near`: other flags of the program, which an unknown flag may mean. `workload` returns the batch for which sizes are
-    planned, or None where it is not known.
+    planned, or None where it is not known; it gets the directory of the tokenizer, where that is here.
     """
     _check_early(argv)
     with template(_what_defaults_depend_on(argv).device) as can_fork:

@@ -10,6 +10,7 @@ import os
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.model_numbers import number
@@ -20,7 +21,7 @@ from sgl_batch.planner.candidate import Candidate
 from sgl_batch.planner.candidate_memory import CandidateMemory, remembered
 from sgl_batch.planner.needs import Target
 from sgl_batch.planner.samples import Profile, check_machine
-from sgl_batch.planner.schedule import Prediction, Room
+from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, MemoryOf
 from sgl_batch.planner.workload import DEFAULT, Workload, parse_workload, within_context
 from sgl_batch.startup.kept_profile import machine_facts, profile_path, read_profile
@@ -44,7 +45,7 @@ def plan_start(
     config: BatchConfig,
     given: Collection[str],
     arguments: Mapping[str, object],
-    workload: Callable[[], Workload | None] = lambda: None,
+    workload: Callable[[Path | None], Workload | None] = lambda _: None,
     *,
     on_cpu: bool,
 ) -> StartPlan:
@@ -54,7 +55,8 @@ def plan_start(
         config: The configuration, with defaults for what the user did not give.
         given: The names of the settings that the user gave; they stay.
         arguments: SGLang's arguments, as far as they were given.
-        workload: Returns the batch, where it is known. --workload comes before it, and the planner's default behind it.
+        workload: Returns the batch, where it is known; it gets the directory of the tokenizer, where that is here.
+            --workload comes before it, and the planner's default behind it.
         on_cpu: Whether the engine computes on a CPU.
 
     Raises:
@@ -74,7 +76,9 @@ def plan_start(
         )
         again = f"sgl-batch plan --model {shlex.quote(name)} --profile"
         profile = _profile(model, again)
-        batch = asked or workload() or replace(parse_workload(DEFAULT), source=f"by default, {DEFAULT}")
+        tokenizer = Path(str(arguments.get("tokenizer_path") or model.directory))
+        known = asked or workload(tokenizer if tokenizer.is_dir() else None)
+        batch = known or replace(parse_workload(DEFAULT), source=f"by default, {DEFAULT}")
         batch = within_context(batch, _context(model, arguments))
         return choose(config, given, _inputs(config, arguments, model, profile, batch, again), batch)
     except ConfigError as error:
@@ -157,7 +161,7 @@ def _within_pool(memory_of: MemoryOf, pages: int) -> MemoryOf:
 
     def limited(candidate: Candidate) -> MemoryMap:
         found = memory_of(candidate)
-        return replace(found, room=Room(device=min(found.room.device, pages), store=found.room.store))
+        return replace(found, room=replace(found.room, device=min(found.room.device, pages)))
 
     return limited
 

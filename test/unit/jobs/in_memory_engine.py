@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
 
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.partial_output import PartialOutput
@@ -134,7 +135,7 @@ class InMemoryBatchEngine:
 
 
 def prepare_in_memory(
-    engine_argv: Sequence[str], workload: Callable[[], Workload | None]
+    engine_argv: Sequence[str], workload: Callable[[Path | None], Workload | None]
 ) -> Callable[[], InMemoryBatchEngine]:
     """Prepare the engine for the command. Flags make it misbehave on prompts that say so."""
     args = _parse_engine_argv(engine_argv)

@@ -37,7 +37,7 @@ def kept():
     return keep
 
 
-def planned(arguments=None, workload=lambda: None, *, on_cpu=True, **given):
+def planned(arguments=None, workload=lambda _: None, *, on_cpu=True, **given):
     config = from_mapping(given)
     plan = plan_start(config, given.keys(), {"model_path": str(TINY), **(arguments or {})}, workload, on_cpu=on_cpu)
     if plan.prediction is None:
@@ -63,7 +63,7 @@ def test_with_a_profile_the_start_is_planned_for_the_default_workload(kept):
 
 
 def test_the_batch_that_is_known_comes_before_the_default_and_workload_before_both(kept):
-    known = lambda: parse_workload("8:4x7")  # noqa: E731
+    known = lambda _: parse_workload("8:4x7")  # noqa: E731
     assert planned(workload=known).workload.count == 7
     config = from_mapping({"workload": "8:4x9"})
     plan = plan_start(config, {"workload"}, {"model_path": str(TINY)}, known, on_cpu=True)
@@ -122,9 +122,9 @@ def test_a_fault_of_planning_never_keeps_an_engine_from_starting(kept, monkeypat
 
 
 def test_the_pool_and_the_context_limit_what_is_planned(kept):
-    plan = planned({"max_total_tokens": 64 * 40}, lambda: parse_workload("64:64x200"))
+    plan = planned({"max_total_tokens": 64 * 40}, lambda _: parse_workload("64:64x200"))
     rows = plan.prediction.mean_rows
     assert rows <= 20, "two pages of forty for each sequence"
-    assert planned({"context_length": 200}, lambda: parse_workload("64:5000x8")).workload.longest == 200
+    assert planned({"context_length": 200}, lambda _: parse_workload("64:5000x8")).workload.longest == 200
     assert planned({"max_running_requests": 6}).config.forward.b_moe_decode <= 6
     assert planned(b_moe_decode=BatchConfig().forward.b_moe_decode).chosen.get("b_moe_decode") is None

@@ -23,7 +23,7 @@ from sgl_batch.core.decode_choice import MEASURE
 from sgl_batch.core.start_choices import line_of
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.file_run.file_run import FileRun, RunSettings
-from sgl_batch.file_run.input_sample import sample_workload
+from sgl_batch.file_run.input_sample import sample_table, sample_workload
 from sgl_batch.file_run.line_file import LineFile
 from sgl_batch.file_run.manifest import Manifest, RunFacts, differences, read_manifest, redacted
 from sgl_batch.file_run.ordered_output import OrderedOutput
@@ -32,6 +32,7 @@ from sgl_batch.file_run.plan_refiner import PlanRefiner
 from sgl_batch.file_run.resume import EarlierRun, RunFiles, read_earlier
 from sgl_batch.file_run.run_result import RunResult, RunStatus
 from sgl_batch.file_run.summary import format_summary
+from sgl_batch.file_run.text_tokens import by_tokenizer
 from sgl_batch.file_run.waiting_results import WaitingResults, forget_kept
 from sgl_batch.jobs.line_engine import LineEngine
 from sgl_batch.jobs.line_reader import InputScan, read_lines, scan_input
@@ -83,10 +84,11 @@ _LONGEST_COMMAND = 300
 
 StartEngine = Callable[[], BatchEngine]
 # Takes the engine's flags, and what estimates the batch.
-PrepareEngine = Callable[[Sequence[str], Callable[[], Workload | None]], StartEngine]
+Estimate = Callable[[Path | None], Workload | None]
+PrepareEngine = Callable[[Sequence[str], Estimate], StartEngine]
 
 
-def prepare_sglang_engine(engine_argv: Sequence[str], workload: Callable[[], Workload | None]) -> StartEngine:
+def prepare_sglang_engine(engine_argv: Sequence[str], workload: Estimate) -> StartEngine:
     """Check the engine's flags and plan for the batch; return the function that starts it. Raises ConfigError."""
     from sgl_batch.engine.engine_arguments import build_arguments
 
@@ -188,12 +190,18 @@ class _Run:
         finally:
             spool.remove()
 
-    def _estimated(self) -> Workload | None:
-        """Return the batch as a sample of the input shows it. A table and a pipe become lines only later."""
-        source = Path(self._options.input)
-        if self._options.input == STDIN or not source.is_file() or is_table(source):
+    def _estimated(self, tokenizer: Path | None) -> Workload | None:
+        """Return the batch as a sample of the input shows it; a pipe is not sampled.
+
+        `tokenizer`: the directory of the model's tokenizer, where it is known.
+        """
+        options, source = self._options, Path(self._options.input)
+        if options.input == STDIN or not source.exists():
             return None
-        return sample_workload(source, self._options.limit)
+        tokens = by_tokenizer(tokenizer)
+        if is_table(source):
+            return sample_table(source, options.rows, options.limit, tokens)
+        return sample_workload(source, options.limit, tokens)
 
     def _begin_spool(self) -> OwnedDirectory:
         """Make the directory for temporary files. Raises ConfigError where another run writes the same output now."""

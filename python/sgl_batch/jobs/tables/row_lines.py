@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +35,13 @@ def write_lines(table: Table, rules: RowRules, target: Path) -> int:
     maker = _LineMaker(table, rules)
     with storage_errors(f"writing the lines of {table.path} to {target}"), target.open("wb") as file:
         return _write(table, maker, file)
+
+
+def first_lines(table: Table, rules: RowRules, most: int) -> Iterator[bytes]:
+    """Yield the lines of the first rows, at most so many. Raises ConfigError."""
+    maker = _LineMaker(table, rules)
+    for number, row in enumerate(islice(table.rows(maker.columns), most)):
+        yield maker.line(number, row)
 
 
 def _write(table: Table, maker: _LineMaker, file: BinaryIO) -> int:

@@ -255,7 +255,7 @@ def test_the_plan_and_its_prediction_stand_beside_what_was_measured(job, capsys)
         return Prediction(seconds=9.0, prefill_s=2.0)
 
     def prepare(argv, workload):
-        asked.append(workload())
+        asked.append(workload(None))
         return lambda: engine
 
     engine.predict = predict
