@@ -30,7 +30,8 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import Candidate, flags_of
 from sgl_batch.planner.candidates import Allowed
 from sgl_batch.planner.cost_model import fit
-from sgl_batch.planner.schedule import Prediction, Room
+from sgl_batch.planner.followed_run import Room
+from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, predict_candidate
 from sgl_batch.planner.workload import Request, Workload, parse_workload
 

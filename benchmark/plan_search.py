@@ -31,7 +31,7 @@ from sgl_batch.config import BatchConfig
 from sgl_batch.planner.candidate import Candidate
 from sgl_batch.planner.candidates import Allowed
 from sgl_batch.planner.cost_model import fit
-from sgl_batch.planner.schedule import Room
+from sgl_batch.planner.followed_run import Room
 from sgl_batch.planner.search import MemoryMap, Planned, search
 from sgl_batch.planner.workload import Workload, parse_workload
 

@@ -29,8 +29,9 @@ from sgl_batch.planner.candidate import DEVICE, INCLUSIVE, RESIDENT, STREAMED, C
 from sgl_batch.planner.candidate_memory import CandidateMemory
 from sgl_batch.planner.candidates import Allowed
 from sgl_batch.planner.cost_model import fit
+from sgl_batch.planner.followed_run import Room
 from sgl_batch.planner.needs import Target
-from sgl_batch.planner.schedule import Prediction, Room
+from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, predict_candidate
 from sgl_batch.planner.workload import Request, Workload, parse_workload
 from sgl_batch.startup.planned_model import read_model

@@ -10,8 +10,8 @@ import pytest
 from sgl_batch.checkpoint.model_directory import model_config
 from sgl_batch.planner.candidates import Allowed
 from sgl_batch.planner.cost_model import fit
+from sgl_batch.planner.followed_run import Room
 from sgl_batch.planner.model_layers import DENSE, MOE, model_layers
-from sgl_batch.planner.schedule import Room
 from sgl_batch.planner.search import MemoryMap, search
 from sgl_batch.planner.workload import parse_workload
 from sgl_batch.profiler.profile import make_profile

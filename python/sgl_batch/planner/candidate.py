@@ -22,6 +22,7 @@ class Candidate:
         kv: Where KV lies: "device", or with a host store "inclusive", "exclusive" or "streamed".
         weights: "resident" or "streamed".
         interleaved: Two decode groups by turns, so that one's copies run during the other's computation.
+        boundary_tokens, ready_ahead: The interval, and the share of sequences prefilled ahead; None as configured.
     """
 
     b_attn_prefill: int
@@ -32,6 +33,8 @@ class Candidate:
     kv: str = DEVICE
     weights: str = RESIDENT
     interleaved: bool = False
+    boundary_tokens: int | None = None
+    ready_ahead: float | None = None
 
     @property
     def is_implemented(self) -> bool:
@@ -52,6 +55,8 @@ class Candidate:
             **store,
             **mode,
             **({} if self.weights == RESIDENT else {"weights": self.weights}),
+            **({} if self.boundary_tokens is None else {"boundary_tokens": self.boundary_tokens}),
+            **({} if self.ready_ahead is None else {"ready_ahead": self.ready_ahead}),
         }
 
 

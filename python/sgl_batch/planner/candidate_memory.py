@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.core.device_budget import ModelShape, pass_bytes
-from sgl_batch.core.model_numbers import head_dims, number, shape_of
-from sgl_batch.planner.candidate import DEVICE, Candidate
-from sgl_batch.planner.needs import Fit, Model, Target, fit
-from sgl_batch.planner.schedule import Room
+from sgl_batch.core.model_numbers import NUM_EXPERTS, head_dims, number, shape_of
+from sgl_batch.core.supported_models import CPU
+from sgl_batch.planner.candidate import DEVICE, RESIDENT, Candidate
+from sgl_batch.planner.expert_room import ExpertRoom, page_stride
+from sgl_batch.planner.followed_run import Room
+from sgl_batch.planner.needs import Fit, Model, Target, fit, rank_weights
 from sgl_batch.planner.search import MemoryMap
 
 
@@ -26,13 +28,46 @@ class CandidateMemory:
         """Return the candidate's memory map. Equal ones differ in nothing but b_attn_decode and accumulate."""
         config = self._config(candidate)
         found = fit(self.model, config, self.target)
-        page_bytes = self.target.page_size * self.model.kv_token_bytes // self.target.kv_parts
         store = config.memory.kv_store_bytes // self.target.ranks
+        phases, pages = self._phases(candidate, found), (found.pages or 0) // self._page_bytes
         room = Room(
-            device=(found.pages or 0) // page_bytes,
-            store=store // page_bytes if candidate.kv != DEVICE else 0,
+            device=pages,
+            store=store // self._page_bytes if candidate.kv != DEVICE else 0,
+            experts=None if candidate.weights == RESIDENT else self._experts(config, phases, pages),
         )
-        return MemoryMap(phases=self._phases(candidate, found), room=room, lacks=found.lacks)
+        return MemoryMap(phases=phases, room=room, lacks=found.lacks)
+
+    @property
+    def _page_bytes(self) -> int:
+        return self.target.page_size * self.model.kv_token_bytes // self.target.kv_parts
+
+    def _experts(self, config: BatchConfig, phases: Mapping[str, Mapping[str, int]], pages: int) -> ExpertRoom:
+        """Return the memory of streamed experts: of a given size, or on a CPU what else is not written yet.
+
+        With a host store, an engine takes all pages of the device as written: copies write them between passes.
+        """
+        memory, target = config.memory, self.target
+        others, least = rank_weights(self.model, config, target)
+        is_int8 = target.device == CPU and config.forward.cpu_weight_dtype == "int8"
+        layers = max(self.model.expert_layers, 1)
+        experts = -(-number(self.model.value, *NUM_EXPERTS, default=1) // target.ranks)
+        of_experts = -(-self.model.weight_bytes(int8=is_int8).streamable // target.ranks)
+        sizes = {"slot_bytes": max(of_experts // (layers * experts), 1), "layers": layers, "experts": experts}
+        if memory.weight_memory or target.device != CPU:
+            return ExpertRoom(prefill=least, decode=least, page_bytes=0, stride=1, **sizes)
+        left = (target.most or target.budget) - others
+        stride = page_stride(self._page_bytes, self._shape.layers)
+        if memory.kv_store_bytes:
+            left += memory.store_in_memory_bytes // target.ranks - pages * self._page_bytes
+            stride = 1
+        taken = {phase: uses["program"] + uses["working memory"] for phase, uses in phases.items()}
+        return ExpertRoom(
+            prefill=left - taken["prefill"],
+            decode=left - taken["decode"],
+            page_bytes=0 if memory.kv_store_bytes and not memory.store_in_memory_bytes else self._page_bytes,
+            stride=stride,
+            **sizes,
+        )
 
     def _config(self, candidate: Candidate) -> BatchConfig:
         store = {"kv_store_bytes": 0} if candidate.kv == DEVICE else {}

@@ -33,8 +33,9 @@ class Allowed:
         page_size: Tokens of a page.
         cores: Of a CPU; 0 on a GPU.
         base: All other settings.
-        pinned: Limits, and `accumulate`, that every candidate has.
+        pinned: Limits, `accumulate`, and settings of the interval, that every candidate has.
         most: The largest values of limits.
+        intervals: Whether the interval and the sequences prefilled ahead are chosen too.
     """
 
     kv: Sequence[str] = (DEVICE,)
@@ -45,6 +46,7 @@ class Allowed:
     base: BatchConfig = field(default_factory=BatchConfig)
     pinned: Mapping[str, Any] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
+    intervals: bool = False
 
     def sizes(self, name: str, usual: Sequence[int]) -> Sequence[int]:
         """Return the values of a limit."""
@@ -101,8 +103,12 @@ def _prefill_limits(
     weights: str,
     accumulate: bool | None,
 ) -> list[tuple[int, int]]:
-    """Return the limits with the fastest prefill by token, and the smallest ones, which leave the most memory."""
-    timed: list[tuple[float, tuple[int, int]]] = []
+    """Return the limits with the fastest prefill by token, and the smallest ones, which leave the most memory.
+
+    With streamed weights: the fastest where all experts stay in memory, and where none do.
+    """
+    kept_shares = (0.0,) if weights == RESIDENT else (0.0, 1.0)
+    timed: list[list[tuple[float, tuple[int, int]]]] = [[] for _ in kept_shares]
     prompts = [request.prompt for request in followed(workload, _GROUP_TOKENS[-1]).requests]
     sub_batches = allowed.sizes("b_attn_prefill", _SUB_BATCH_TOKENS)
     least = 1 if "b_moe_prefill" in allowed.pinned else sub_batches[0]
@@ -117,14 +123,19 @@ def _prefill_limits(
                 accumulate=accumulate,
                 weights=weights,
             )
-            seconds = PassCost(costs, model, candidate, cores=allowed.cores).prefill(group).seconds / sum(group)
-            timed.append((seconds, (b_attn, b_moe)))
+            cost = PassCost(costs, model, candidate, cores=allowed.cores)
+            for found, kept in zip(timed, kept_shares, strict=True):
+                found.append((cost.prefill(group, kept).seconds / sum(group), (b_attn, b_moe)))
+    least_memory = min((limits for _, limits in timed[0]), key=lambda limits: (limits[1], limits[0]))
+    return list(dict.fromkeys([*(limits for found in timed for limits in _fastest(found)), least_memory]))
+
+
+def _fastest(timed: Sequence[tuple[float, tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Return the limits of the least seconds; of limits that are as fast, the smaller ones."""
     fastest = min(seconds for seconds, _ in timed)
-    # Of limits that are as fast, the smaller ones.
     near = sorted((limits[1], limits[0]) for seconds, limits in timed if seconds <= fastest * (1 + EQUAL))
     ordered = [(b_attn, b_moe) for b_moe, b_attn in near] + [limits for _, limits in sorted(timed)]
-    least_memory = min((limits for _, limits in timed), key=lambda limits: (limits[1], limits[0]))
-    return list(dict.fromkeys([*ordered[:_PREFILL_KEPT], least_memory]))
+    return ordered[:_PREFILL_KEPT]
 
 
 def kv_forms(*, store_bytes: int, mode: str, decode_kv: str = "auto") -> tuple[str, ...]:

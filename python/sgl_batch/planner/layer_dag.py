@@ -1,6 +1,6 @@
 """Builds the graph of a layer's forward pass: attention by sub-batch, experts, and the copies that these wait for.
 
-    weights of a layer ------------------------------> experts
+    weights of a layer ------------------------------> experts       (few rows: only once attention and router are done)
     KV of a sub-batch restored --> attention --> hidden states written --> experts --> attention of the next layer
                                        |
                                        +--> KV of the sub-batch taken to the store
@@ -61,6 +61,7 @@ class LayerWork:
         experts: The group's one call, router included.
         exchange: With other ranks, around the call.
         fetch: Of the weights of the layer's experts.
+        fetches_ahead: Whether it begins before attention; else when a first router has chosen.
         weight_slots: How many layers' experts the buffers hold.
         copy_cores: The share of the cores that a copy takes; 0 on a GPU.
     """
@@ -69,6 +70,7 @@ class LayerWork:
     experts: Work = NOTHING
     exchange: Work = NOTHING
     fetch: Work = NOTHING
+    fetches_ahead: bool = True
     weight_slots: int = 2
     copy_cores: float = 0.0
 
@@ -128,7 +130,7 @@ def build(work: LayerWork, num_layers: int) -> list[Node]:
     for layer in range(num_layers):
         graph.layer = layer
         read_before = experts_done[layer - work.weight_slots] if layer >= work.weight_slots else None
-        fetched = graph.add(FETCH, WEIGHTS, work.fetch, read_before)
+        fetched = graph.add(FETCH, WEIGHTS, work.fetch, read_before) if work.fetches_ahead else None
         group_done = experts_done[-1] if experts_done else None
         written: list[int | None] = []
         last: int | None = group_done
@@ -141,6 +143,8 @@ def build(work: LayerWork, num_layers: int) -> list[Node]:
             attended.append(attention)
             taken.append(graph.add(OFFLOAD, TO_STORE, sub.offload, attention))
             written.append(graph.add(WRITE, COMPUTE, sub.write, attention))
+            if fetched is None and (work.experts is NOTHING or sub is work.sub_batches[-1]):
+                fetched = graph.add(FETCH, WEIGHTS, work.fetch, read_before, written[-1], attention)
             last = graph.add(EXPERTS, COMPUTE, sub.experts, fetched, attention)
         sent = graph.add(EXCHANGE, EXCHANGED, work.exchange, *written)
         computed = graph.add(EXPERTS, COMPUTE, work.experts, fetched, sent, *written, attended[-1])

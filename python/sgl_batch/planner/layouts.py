@@ -104,6 +104,7 @@ def rank_layers(model: ModelLayers, layout: Layout) -> ModelLayers:
         attention_bytes=model.attention_bytes / ranks,
         dense_bytes=model.dense_bytes / ranks,
         expert_bytes_each=model.expert_bytes_each / ranks,
+        stored_expert_bytes=model.stored_expert_bytes / ranks,
         shared_bytes=model.shared_bytes / ranks,
         head_bytes=model.head_bytes / ranks,
         embedding_bytes=model.embedding_bytes / ranks,

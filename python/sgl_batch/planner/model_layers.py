@@ -41,6 +41,7 @@ class ModelLayers:
         expert_weight_bytes: Bytes of one number of the routed experts; None where it is weight_bytes.
         window, window_layers: How many layers attend only so many of the last tokens.
         ranks: How many ranks share the routed experts; each has rows of its own.
+        stored_expert_bytes: Bytes of one routed expert where it is streamed from; 0: as many as `expert_bytes_each`.
     """
 
     layers: Mapping[str, int]
@@ -63,6 +64,7 @@ class ModelLayers:
     window: int = 0
     window_layers: int = 0
     ranks: int = 1
+    stored_expert_bytes: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -130,12 +132,18 @@ def layer_kinds(text: Mapping[str, Any]) -> list[str]:
 
 
 def model_layers(
-    text: Mapping[str, Any], *, item_bytes: int, weight_bytes: float, expert_weight_bytes: float | None = None
+    text: Mapping[str, Any],
+    *,
+    item_bytes: int,
+    weight_bytes: float,
+    expert_weight_bytes: float | None = None,
+    stored_bytes: float | None = None,
 ) -> ModelLayers:
     """Return the numbers of a model.
 
     `item_bytes`: of a number of KV and rows; `weight_bytes`: of a layer's weights; `expert_weight_bytes`: of those of
-    the routed experts, where their number type is another one.
+    the routed experts, where their number type is another one; `stored_bytes`: of these where they are streamed from,
+    where that is another one again.
     """
     kinds, hidden = layer_kinds(text), number(text.get, "hidden_size", "n_embd")
     vocabulary = number(text.get, "vocab_size")
@@ -171,6 +179,7 @@ def model_layers(
         expert_weight_bytes=expert_weight_bytes,
         window=number(text.get, "sliding_window"),
         window_layers=_window_layers(text),
+        stored_expert_bytes=expert_numbers * (stored_bytes or expert_weight_bytes or weight_bytes),
     )
 
 

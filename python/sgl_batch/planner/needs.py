@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from sgl_batch.byte_sizes import format_bytes
@@ -39,7 +40,7 @@ class WeightBytes(NamedTuple):
     streamable: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """A model as its files describe it. `config`: the text part of config.json; `dtype`: the engine's number type."""
 
@@ -56,6 +57,11 @@ class Model:
     @property
     def value(self) -> Value:
         return self.config.get
+
+    @cached_property
+    def expert_layers(self) -> int:
+        """How many layers have routed experts."""
+        return len({tensor.name.partition(".experts.")[0] for tensor in self.tensors if tensor.is_expert})
 
     @property
     def kv_token_bytes(self) -> int:
@@ -115,6 +121,7 @@ class Target:
     Attributes:
         ranks: Of an instance, which share the routed experts and the host store. What is counted is one of them.
         tensor: Whether the ranks share all weights; then `kv_parts` of them share the KV of a sequence.
+        most: Bytes that a rank may take with the experts that it streams; 0 for no more than `budget`.
     """
 
     device: str
@@ -124,6 +131,7 @@ class Target:
     ranks: int = 1
     tensor: bool = False
     kv_parts: int = 1
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +160,7 @@ def fit(model: Model, config: BatchConfig, target: Target) -> Fit:
     plan = make_plan(config, page_size=target.page_size, max_running=most, whole_groups=not on_cpu and not latent)
     page_bytes = target.page_size * model.kv_token_bytes // target.kv_parts
     key_dim, value_dim = head_dims(model.value)
-    weights = _rank_weights(model, config, target)
+    weights = sum(rank_weights(model, config, target))
     shape = shape_of(
         model.value,
         hidden=number(model.value, "hidden_size", "n_embd"),
@@ -189,20 +197,23 @@ def fit(model: Model, config: BatchConfig, target: Target) -> Fit:
     return Fit(uses=uses, pages=pages, lacks=lacks, on_device=on_device, in_store=in_store)
 
 
-def _rank_weights(model: Model, config: BatchConfig, target: Target) -> int:
-    """Return the bytes of weights that one rank holds, or of streamed weights its buffers."""
+def rank_weights(model: Model, config: BatchConfig, target: Target) -> tuple[int, int]:
+    """Return the bytes of weights beside experts that one rank holds, and those of its experts.
+
+    Of streamed experts the bytes that they have at least.
+    """
     memory, is_int8 = config.memory, target.device == CPU and config.forward.cpu_weight_dtype == "int8"
     weights = model.weight_bytes(int8=is_int8)
     others, mine = weights.all - weights.experts, -(-weights.experts // target.ranks)
     if target.tensor:
         others = -(-others // target.ranks)
     if memory.weights == "streamed":
-        layers = len({tensor.name.partition(".experts.")[0] for tensor in model.tensors if tensor.is_expert})
+        layers = model.expert_layers
         streamed = -(-weights.streamable // target.ranks)
         staged = memory.weight_read_threads * model.staged_expert_bytes() if is_int8 else 0
         slots = memory.weight_memory or streamed * min(_STREAMED_LAYERS, layers) // max(layers, 1)
-        mine = mine - streamed + staged + slots
-    return others + mine
+        return others + mine - streamed + staged, slots
+    return others, mine
 
 
 def _reserves(plan: Plan, row_bytes: int, *, exchanges: bool) -> dict[str, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sgl_batch.core.plan import row_spans
+from sgl_batch.core.weight_residency import read_ahead_pays
 from sgl_batch.planner.candidate import DEVICE, RESIDENT, STREAMED, Candidate
 from sgl_batch.planner.cost_model import AttentionCost, CostModel
 from sgl_batch.planner.layer_dag import EXCHANGE, FETCH, NOTHING, LayerWork, SubBatch, Work, layer_time
@@ -14,7 +16,8 @@ from sgl_batch.planner.model_layers import DENSE, MOE, ModelLayers
 from sgl_batch.planner.roofline import OVERHEAD
 
 STEP, INTAKE, COPIES, WEIGHTS, NEW_MEMORY = "step", "intake", "copies", "weights", "new memory"
-_CACHED_SHARE, _ROW_BITS = 0.02, 6
+# Leading bits of the rows that stay, the share of the context by which questions differ, and grades of kept experts.
+_FINE, _COARSE = (6, 0.02, 256), (4, 0.15, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,12 @@ class PassTime:
     bottleneck: str
     hideable_s: float = 0.0
 
+    @classmethod
+    def of(cls, part: str, seconds: float, bound: str) -> PassTime:
+        """Return the time of work that is one part with one bound."""
+        parts, bounds = (defaultdict(float, {name: seconds}) for name in (part, bound))
+        return cls(parts=parts, bounds=bounds, bottleneck=part)
+
     @property
     def seconds(self) -> float:
         """Return the seconds of the whole pass."""
@@ -37,13 +46,17 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """A group of a phase. `spans`: rows of each sub-batch, and the tokens of KV that these look at."""
+    """A group of a phase. `spans`: rows of each sub-batch, and the tokens of KV that these look at.
+
+    `kept`: the share of each layer's experts that is in memory, where weights are streamed.
+    """
 
     attention: AttentionCost
     spans: Sequence[tuple[int, float]]
     fused: bool
     restores: bool = False
     offloads: bool = False
+    kept: float = 0.0
 
     @property
     def calls(self) -> list[int]:
@@ -65,53 +78,77 @@ class PassCost:
         cores: Of the machine, where copies take them from computation; 0 on a GPU.
         known: Answers so far. Candidates of one model, profile and machine may share it: many of their passes are
             equal.
+        coarse: Whether questions count as equal that differ by some percent, so that a search is soon done.
     """
 
     def __init__(
-        self, costs: CostModel, model: ModelLayers, candidate: Candidate, *, cores: int, known: Known | None = None
+        self,
+        costs: CostModel,
+        model: ModelLayers,
+        candidate: Candidate,
+        *,
+        cores: int,
+        known: Known | None = None,
+        coarse: bool = False,
     ) -> None:
         self._costs, self._model, self._candidate = costs, model, candidate
         self._copy_cores = 1 / cores if cores else 0.0
         self._known: Known = {} if known is None else known
+        self._row_bits, self._share, self._kept_grades = _COARSE if coarse else _FINE
 
-    def decode(self, rows: int, context: float) -> PassTime:
-        """Return the time of a decode step of so many sequences, with so many tokens of KV each on average."""
-        rows, looked_at = _rounded_rows(rows), _rounded(context)
-        candidate, fused = self._candidate, self._fused(decode=True)
+    def decode(self, rows: int, context: float, kept: float = 0.0) -> PassTime:
+        """Return the time of a decode step of so many sequences, with so many tokens of KV each on average.
+
+        `kept`: of streamed weights, the share of each layer's experts that is in memory before the step.
+        """
+        rows, looked_at = _rounded_rows(rows, self._row_bits), _rounded(context, self._share)
+        candidate, fused, kept = self._candidate, self._fused(decode=True), self._rounded_share(kept)
         limit = min(candidate.b_attn_decode, rows)
-        key = True, rows, looked_at, limit, fused, candidate.kv == STREAMED, candidate.weights
+        key = True, rows, looked_at, limit, fused, candidate.kv == STREAMED, candidate.weights, kept
         if key not in self._known:
-            self._known[key] = self._decode(rows, looked_at)
+            self._known[key] = self._decode(rows, looked_at, kept)
         return self._known[key]
 
-    def prefill(self, lengths: Sequence[int]) -> PassTime:
-        """Return the time of a prefill group of prompts of these lengths, with the intake of their requests."""
-        pairs = sum(length * (length + 1) // 2 for length in lengths)
-        return self.prefill_of(sum(lengths), pairs, prompts=len(lengths))
+    def prefill(self, lengths: Sequence[int], kept: float = 0.0) -> PassTime:
+        """Return the time of a prefill group of prompts of these lengths, with the intake of their requests.
 
-    def prefill_of(self, tokens: int, pairs: int, *, prompts: int) -> PassTime:
+        `kept` is as in `decode`.
+        """
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        return self.prefill_of(sum(lengths), pairs, prompts=len(lengths), kept=kept)
+
+    def prefill_of(self, tokens: int, pairs: int, *, prompts: int, kept: float = 0.0) -> PassTime:
         """Return the time of a prefill group of so many tokens, with the intake of so many requests.
 
-        `pairs`: of one of these tokens and a token that it looks at.
+        `pairs`: of one of these tokens and a token that it looks at. `kept` is as in `decode`.
         """
-        tokens, looked_at = _rounded_rows(tokens), _rounded(pairs)
-        candidate, fused = self._candidate, self._fused(decode=False)
-        limit = min(candidate.b_attn_prefill, tokens)
-        key = False, tokens, looked_at, limit, fused, candidate.kv != DEVICE, candidate.weights
-        if key not in self._known:
-            self._known[key] = self._layers(self._prefilled_group(tokens, looked_at))
-        time, step = self._known[key], self._costs.step
-        intake_s = step.group_s + step.sequence_s * prompts
+        time, intake_s = self.prefill_group(tokens, pairs, kept), self.intake_s(prompts)
         parts, bounds = defaultdict(float, time.parts), defaultdict(float, time.bounds)
         parts[INTAKE] += intake_s
         bounds[OVERHEAD] += intake_s
         return replace(time, parts=parts, bounds=bounds)
 
+    def prefill_group(self, tokens: int, pairs: int, kept: float = 0.0) -> PassTime:
+        """Return the time of a prefill group as in `prefill_of`, but for the intake of its requests."""
+        tokens, looked_at = _rounded_rows(tokens, self._row_bits), _rounded(pairs, self._share)
+        candidate, fused, kept = self._candidate, self._fused(decode=False), self._rounded_share(kept)
+        limit = min(candidate.b_attn_prefill, tokens)
+        key = False, tokens, looked_at, limit, fused, candidate.kv != DEVICE, candidate.weights, kept
+        if key not in self._known:
+            self._known[key] = self._layers(self._prefilled_group(tokens, looked_at, kept))
+        return self._known[key]
+
+    def _rounded_share(self, kept: float) -> float:
+        return round(kept * self._kept_grades) / self._kept_grades
+
+    def intake_s(self, count: int) -> float:
+        """Return the seconds of the intake of so many requests, which make a prefill group."""
+        return self._costs.step.group_s + self._costs.step.sequence_s * count
+
     def restore(self, tokens: float) -> PassTime:
         """Return the time of bringing the KV of so many tokens, of all layers, from the store to the device."""
         seconds = tokens * self._model.kv_layer_bytes * self._model.num_layers / self._rate("copy")
-        copied = defaultdict[str, float](float, {COPIES: seconds})
-        return PassTime(parts=copied, bounds=copied, bottleneck=COPIES)
+        return PassTime.of(COPIES, seconds, COPIES)
 
     def new_memory(self, tokens: float) -> PassTime:
         """Return the time in which the kernel first provides memory for the KV of so many tokens, of all layers.
@@ -120,42 +157,43 @@ class PassCost:
         """
         rate = self._costs.rates.get("new memory")
         seconds = tokens * self._model.kv_layer_bytes * self._model.num_layers / rate if rate else 0.0
-        provided = defaultdict[str, float](float, {NEW_MEMORY: seconds})
-        return PassTime(parts=provided, bounds=defaultdict(float, {OVERHEAD: seconds}), bottleneck=NEW_MEMORY)
+        return PassTime.of(NEW_MEMORY, seconds, OVERHEAD)
 
-    def decode_layer(self, rows: int, context: float, kind: str) -> LayerWork:
+    def decode_layer(self, rows: int, context: float, kind: str, kept: float = 0.0) -> LayerWork:
         """Return the work of a layer of a kind in a decode step of so many sequences of so many tokens of KV."""
-        return self._layer(self._decoded_group(rows, context), kind)
+        return self._layer(self._decoded_group(rows, context, kept), kind)
 
-    def prefill_layer(self, lengths: Sequence[int], kind: str) -> LayerWork:
+    def prefill_layer(self, lengths: Sequence[int], kind: str, kept: float = 0.0) -> LayerWork:
         """Return the work of a layer of a kind in a prefill group of prompts of these lengths."""
         looked_at = sum(length * (length + 1) // 2 for length in lengths)
-        return self._layer(self._prefilled_group(sum(lengths), looked_at), kind)
+        return self._layer(self._prefilled_group(sum(lengths), looked_at, kept), kind)
 
-    def _decode(self, rows: int, context: int) -> PassTime:
-        time = self._layers(self._decoded_group(rows, context))
+    def _decode(self, rows: int, context: int, kept: float) -> PassTime:
+        time = self._layers(self._decoded_group(rows, context, kept))
         step = self._costs.step
         time.parts[STEP] += step.decode.at(rows) + step.further_layers_s
         _add(time.bounds, step.decode.bounds(rows), 1)
         time.bounds[OVERHEAD] += step.further_layers_s
         return time
 
-    def _prefilled_group(self, tokens: int, looked_at: float) -> _Group:
+    def _prefilled_group(self, tokens: int, looked_at: float, kept: float) -> _Group:
         spans = [end - start for start, end in row_spans(tokens, self._candidate.b_attn_prefill)]
         return _Group(
             attention=self._costs.prefill_attention,
             spans=[(rows, looked_at * rows / tokens) for rows in spans],
             fused=self._fused(decode=False),
             offloads=self._candidate.kv != DEVICE,
+            kept=kept,
         )
 
-    def _decoded_group(self, rows: int, context: float) -> _Group:
+    def _decoded_group(self, rows: int, context: float, kept: float) -> _Group:
         spans = [end - start for start, end in row_spans(rows, self._candidate.b_attn_decode)]
         return _Group(
             attention=self._costs.decode_attention,
             spans=[(span, span * (context + 1.0)) for span in spans],
             fused=self._fused(decode=True),
             restores=self._candidate.kv == STREAMED,
+            kept=kept,
         )
 
     def _fused(self, *, decode: bool) -> bool:
@@ -170,22 +208,24 @@ class PassCost:
         bounds = defaultdict[str, float](float, {OVERHEAD: passes_s})
         bottlenecks = defaultdict[str, float](float)
         hideable_s = 0.0
+        # All sub-batches but the last are alike, and so are their calls.
+        spans, calls = Counter(group.spans), Counter(group.calls)
         for kind, count in self._model.layers.items():
             work = self._layer(group, kind)
             router, experts = self._costs.router[kind], self._costs.experts[kind]
             time = layer_time(work)
             parts["attention"] += count * sum(sub.attention.seconds for sub in work.sub_batches)
-            parts["router"] += count * sum(router.at(rows) for rows in group.calls)
-            parts["experts"] += count * sum(experts.at(rows) for rows in group.calls)
+            parts["router"] += count * sum(times * router.at(rows) for rows, times in calls.items())
+            parts["experts"] += count * sum(times * experts.at(rows) for rows, times in calls.items())
             waits_for = WEIGHTS if work.fetch is not NOTHING and time.bottleneck == FETCH else COPIES
             for part, seconds in ((waits_for, time.waits_s), (EXCHANGE, work.exchange.seconds)):
                 parts[part] += count * seconds
                 bounds[EXCHANGE if part == EXCHANGE else COPIES] += count * seconds
-            for rows, looked_at in group.spans:
-                _add(bounds, group.attention.bounds(rows, looked_at), count)
-            for rows in group.calls:
-                _add(bounds, router.bounds(rows), count)
-                _add(bounds, experts.bounds(rows), count)
+            for (rows, looked_at), times in spans.items():
+                _add(bounds, group.attention.bounds(rows, looked_at), count * times)
+            for rows, times in calls.items():
+                _add(bounds, router.bounds(rows), count * times)
+                _add(bounds, experts.bounds(rows), count * times)
             bottlenecks[time.bottleneck] += count * time.seconds
             hideable_s += count * time.hideable_s
         bottleneck = max(bottlenecks, key=bottlenecks.__getitem__)
@@ -193,22 +233,24 @@ class PassCost:
 
     def _layer(self, group: _Group, kind: str) -> LayerWork:
         router, experts = self._costs.router[kind], self._costs.experts[kind]
-        called = [Work(seconds=router.at(rows) + experts.at(rows)) for rows in group.calls]
-        subs = [
-            SubBatch(
+        calls = group.calls
+        called = {rows: Work(seconds=router.at(rows) + experts.at(rows)) for rows in set(calls)}
+        subs = {
+            (rows, looked_at): SubBatch(
                 attention=Work(seconds=group.attention.at(rows, looked_at)),
                 write=Work(num_bytes=rows * self._model.hidden_bytes),
                 restore=self._copied(looked_at) if group.restores else NOTHING,
                 offload=self._copied(rows) if group.offloads else NOTHING,
-                experts=called[index] if group.fused else NOTHING,
+                experts=called[rows] if group.fused else NOTHING,
             )
-            for index, (rows, looked_at) in enumerate(group.spans)
-        ]
+            for rows, looked_at in set(group.spans)
+        }
         return LayerWork(
-            sub_batches=subs,
-            experts=NOTHING if group.fused else called[0],
-            exchange=self._exchanged(kind, group.calls),
-            fetch=self._fetched(kind, sum(group.calls)),
+            sub_batches=[subs[span] for span in group.spans],
+            experts=NOTHING if group.fused else called[calls[0]],
+            exchange=self._exchanged(kind, calls),
+            fetch=self._fetched(kind, sum(calls), group.kept),
+            fetches_ahead=self._reads_ahead(calls[-1]),
             copy_cores=self._copy_cores,
         )
 
@@ -222,12 +264,20 @@ class PassCost:
         num_bytes = tokens * self._model.kv_layer_bytes
         return Work(seconds=num_bytes / self._rate("copy"), num_bytes=num_bytes)
 
-    def _fetched(self, kind: str, rows: int) -> Work:
-        """Return the fetch of the experts that so many rows reach; the MLP of a dense layer stays in memory."""
-        if self._candidate.weights == RESIDENT or kind == DENSE:
+    def _fetched(self, kind: str, rows: int, kept: float) -> Work:
+        """Return the fetch of the experts that so many rows reach, but for those that are kept.
+
+        The MLP of a dense layer stays in memory. Rows choose kept experts as often as others.
+        """
+        if self._candidate.weights == RESIDENT or kind == DENSE or kept >= 1:
             return NOTHING
-        num_bytes = self._model.experts_reached(rows) * self._model.expert_bytes_each
+        model = self._model
+        num_bytes = (1 - kept) * model.experts_reached(rows) * (model.stored_expert_bytes or model.expert_bytes_each)
         return Work(seconds=num_bytes / self._rate("disk"), num_bytes=num_bytes)
+
+    def _reads_ahead(self, rows: int) -> bool:
+        """Return whether an engine reads a layer's experts before so many rows have chosen them."""
+        return bool(self._model.experts) and read_ahead_pays(rows, top_k=self._model.top_k, experts=self._model.experts)
 
     def _rate(self, name: str) -> float:
         rate = self._costs.rates.get(name)
@@ -240,13 +290,12 @@ def _add(bounds: defaultdict[str, float], more: Mapping[str, float], times: int)
         bounds[name] += times * seconds
 
 
-def _rounded_rows(rows: int) -> int:
-    """Return the number with an error of less than two percent. Powers of two, as most limits are, stay exact."""
-    step = 1 << max(rows.bit_length() - _ROW_BITS, 0)
+def _rounded_rows(rows: int, bits: int) -> int:
+    """Return the number to so many leading bits. Powers of two, as most limits are, stay exact."""
+    step = 1 << max(rows.bit_length() - bits, 0)
     return (rows + step // 2) // step * step
 
 
-def _rounded(number: float) -> int:
-    """Return the number with an error of at most a few percent, so that few different questions are left."""
-    grain = max(1, round(number * _CACHED_SHARE))
-    return max(1, round(number / grain) * grain)
+def _rounded(number: float, share: float) -> int:
+    """Return the nearest of few numbers, each of which is larger than the one before by this share."""
+    return max(1, round(math.exp(round(math.log(max(number, 1)) / share) * share)))

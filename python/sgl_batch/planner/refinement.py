@@ -203,8 +203,8 @@ class _Search:
         if not ranked:
             return None
         first: Planned = ranked[0]
-        timed = {basis.interval: first.prediction.seconds}
-        for interval in () if basis.fixed_interval else _INTERVALS:
+        timed: dict[int, float] = {}
+        for interval in (basis.interval, *(() if basis.fixed_interval else _INTERVALS)):
             timed[interval] = self.seconds(first.candidate, interval) or math.inf
         near = [
             interval for interval, seconds in timed.items() if seconds <= (1 + _INTERVAL_EQUAL) * min(timed.values())

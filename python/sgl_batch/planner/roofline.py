@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # What bounds a piece of work. Overhead: all that bytes and operations at the best rates do not explain.
 MEMORY, COMPUTE, OVERHEAD = "memory", "compute", "fixed overhead"
@@ -24,16 +24,20 @@ class Knots:
     """A positive function on logarithmic axes: straight between knots in ascending order, constant outside of them."""
 
     points: tuple[tuple[float, float], ...]
+    _xs: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _logs: tuple[tuple[float, float], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_xs", tuple(x for x, _ in self.points))
+        object.__setattr__(self, "_logs", tuple((math.log(x), math.log(y or TINY_S)) for x, y in self.points))
 
     def at(self, rows: float) -> float:
         """Return the function's value."""
-        xs = [point[0] for point in self.points]
-        behind = bisect_left(xs, rows)
-        if behind == 0 or behind == len(xs):
-            return self.points[min(behind, len(xs) - 1)][1]
-        (x0, y0), (x1, y1) = self.points[behind - 1], self.points[behind]
-        share = math.log(rows / x0) / math.log(x1 / x0)
-        return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
+        behind = bisect_left(self._xs, rows)
+        if behind == 0 or behind == len(self._xs):
+            return self.points[min(behind, len(self._xs) - 1)][1]
+        (x0, y0), (x1, y1) = self._logs[behind - 1], self._logs[behind]
+        return math.exp(y0 + (math.log(rows) - x0) / (x1 - x0) * (y1 - y0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

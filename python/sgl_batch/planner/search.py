@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from sgl_batch.config import from_mapping
+from sgl_batch.core.admission_policy import make_admission
 from sgl_batch.core.plan import make_plan
-from sgl_batch.planner.candidate import RESIDENT, STREAMED, Candidate
+from sgl_batch.planner.candidate import EXCLUSIVE, RESIDENT, STREAMED, Candidate
 from sgl_batch.planner.candidates import EQUAL, Allowed, candidates
 from sgl_batch.planner.cost_model import CostModel
+from sgl_batch.planner.followed_run import Room, running_pages
+from sgl_batch.planner.interval_choice import settle_interval
 from sgl_batch.planner.layouts import ONE_GPU, Layout
 from sgl_batch.planner.model_layers import MOE, ModelLayers
 from sgl_batch.planner.pass_cost import Known, PassCost
-from sgl_batch.planner.schedule import Prediction, Room, predict
-from sgl_batch.planner.workload import Workload
+from sgl_batch.planner.schedule import COARSE, FINE, Prediction, predict
+from sgl_batch.planner.workload import Followed, Workload
 
 _DECODE_KEPT = 3
 
@@ -70,6 +74,21 @@ class Outcome:
 MemoryOf = Callable[[Candidate], MemoryMap]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What predictions of candidates for one batch, model, profile and machine share.
+
+    Attributes:
+        batch: The batch.
+        known: The times of passes so far.
+        quick: Whether passes are told apart coarsely, and few sequences followed.
+    """
+
+    batch: Followed
+    known: Known
+    quick: bool = False
+
+
 def search(
     workload: Workload,
     costs: CostModel,
@@ -82,43 +101,83 @@ def search(
     """Predict every candidate that fits, and rank them by time.
 
     Prefill limits are chosen first, by the time of the prompts alone: the few best are tried with all decode limits.
-    With `quick`, only the best of them are; the few best decode limits are then tried with the other prefill limits.
+    With `quick`, only the best of them are; the few best decode groups are then tried with the other limits.
     """
     among = list(candidates(workload, costs, model, allowed))
-    known: Known = {}
+    predicted = partial(
+        predict_candidate,
+        workload=workload,
+        costs=costs,
+        model=model,
+        allowed=allowed,
+        shared=Shared(batch=Followed(workload), known={}, quick=quick),
+    )
+    each = running_pages(workload, allowed.page_size)
     found: list[Planned] = []
     lacks, lacking, tried = "", math.inf, 0
     for some in _rounds(among, found) if quick else [among]:
         for candidate in some:
             tried += 1
             memory = memory_of(candidate)
-            prediction = (
-                None
-                if memory.lacks
-                else predict_candidate(candidate, workload, costs, model, allowed, memory, known=known)
-            )
+            if quick and found and _too_wide(candidate, memory.room, each):
+                continue
+            prediction = None if memory.lacks else predicted(candidate, memory=memory)
             if prediction is not None:
                 found.append(Planned(candidate=candidate, memory=memory, prediction=prediction))
             elif memory.taken < lacking:
                 lacks = memory.lacks or "a sequence of the workload does not fit into the pages of KV"
                 lacking = memory.taken
-    return _outcome(found, lacks, tried)
+    outcome = _outcome(found, lacks, tried)
+    if not (allowed.intervals and outcome.ranked):
+        return outcome
+    best, *others = outcome.ranked
+    candidate, prediction = settle_interval(
+        best.candidate, best.prediction, partial(predicted, memory=best.memory), allowed.pinned
+    )
+    return replace(outcome, ranked=[replace(best, candidate=candidate, prediction=prediction), *others])
 
 
 def _rounds(among: Sequence[Candidate], found: Sequence[Planned]) -> Iterator[list[Candidate]]:
-    """Yield the candidates of a quick search in two rounds; `found` has those of the first when the second begins."""
-    yield [one for one in among if _of_prefill(one) == _of_prefill(among[0])]
+    """Yield the candidates of a quick search in rounds; `found` has those of the rounds before when one begins.
+
+    The first has one prefill limit and one sub-batch for each size and place of the decode group, the second all
+    prefill limits for the best few of them, and the third all sub-batches for the best.
+    """
+    first: dict[object, Candidate] = {}
+    for one in among:
+        if _of_prefill(one) == _of_prefill(among[0]):
+            first[_of_group(one)] = one  # the last one has the largest sub-batch
+    yield list(first.values())
     best = sorted(found, key=_seconds)[:_DECODE_KEPT]
-    kept = {_of_decode(one.candidate) for one in best} or {_of_decode(one) for one in among}
-    yield [one for one in among if _of_prefill(one) != _of_prefill(among[0]) and _of_decode(one) in kept]
+    kept = {_of_group(one.candidate) for one in best} or first.keys()
+    tried = set(first.values())
+    second = [one for one in among if one not in tried and _of_group(one) in kept and _is_like(one, first)]
+    yield second
+    tried.update(second)
+    at_best = min(found, key=_seconds).candidate if found else among[0]
+    same = _of_prefill(at_best), _of_group(at_best)
+    yield [one for one in among if one not in tried and (_of_prefill(one), _of_group(one)) == same]
+
+
+def _too_wide(candidate: Candidate, room: Room, each: float) -> bool:
+    """Return whether pages lack for even half of the decode group, so that one of half its size runs as many.
+
+    `each`: pages of a running sequence.
+    """
+    pages = room.store if candidate.kv == STREAMED else room.device
+    return candidate.b_moe_decode * each > 2 * pages
+
+
+def _is_like(one: Candidate, first: Mapping[object, Candidate]) -> bool:
+    return one.b_attn_decode == first[_of_group(one)].b_attn_decode
 
 
 def _of_prefill(candidate: Candidate) -> object:
     return candidate.b_attn_prefill, candidate.b_moe_prefill, candidate.accumulate, candidate.weights
 
 
-def _of_decode(candidate: Candidate) -> object:
-    return candidate.b_attn_decode, candidate.b_moe_decode, candidate.kv
+def _of_group(candidate: Candidate) -> object:
+    return candidate.b_moe_decode, candidate.kv
 
 
 def _outcome(found: list[Planned], lacks: str, tried: int) -> Outcome:
@@ -198,15 +257,17 @@ def predict_candidate(
     allowed: Allowed,
     memory: MemoryMap,
     *,
-    known: Known | None = None,
+    shared: Shared | None = None,
 ) -> Prediction | None:
-    """Predict one candidate's run with the plan that the engine would make of it; None where a sequence cannot fit.
-
-    `known`: the times of passes so far, of other candidates of the same model, profile and machine.
-    """
+    """Predict one candidate's run with the plan that the engine would make of it; None where a sequence cannot fit."""
+    shared = shared or Shared(batch=Followed(workload), known={})
     settings = {name: value for name, value in candidate.settings.items() if name not in ("decode_kv", "weights")}
     config = from_mapping({**allowed.base.flat(), **settings})
     dense = MOE not in model.layers
     plan = make_plan(config, page_size=allowed.page_size, max_running=2 * candidate.b_moe_decode, dense=dense)
-    cost = PassCost(costs, model, candidate, cores=allowed.cores, known=known)
-    return predict(workload, plan, cost, memory.room, candidate.kv)
+    cost = PassCost(costs, model, candidate, cores=allowed.cores, known=shared.known, coarse=shared.quick)
+    admission = make_admission(
+        config.schedule.admission, on_cpu=allowed.cores > 0, exclusive_store=candidate.kv == EXCLUSIVE
+    )
+    detail = COARSE if shared.quick else FINE
+    return predict(shared.batch, plan, cost, memory.room, candidate.kv, admission=admission.name, detail=detail)

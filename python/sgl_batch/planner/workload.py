@@ -73,11 +73,36 @@ def parse_lengths(lines: Iterable[str], name: str) -> Workload:
 
 
 def followed(workload: Workload, most: int) -> Workload:
-    """Return a workload of as many requests as it stands for, but at most `most`: evenly spaced ones, in order."""
+    """Return a workload of as many requests as it stands for, but at most `most`, in order.
+
+    They are spaced evenly, in the order if all are needed or more, else by length: so few of them have the same mix.
+    """
     requests, length = workload.requests, min(workload.count, most)
     if len(requests) == length:
         return workload
-    return replace(workload, requests=[requests[index * len(requests) // length] for index in range(length)])
+    if len(requests) < length:
+        chosen = [index * len(requests) // length for index in range(length)]
+    else:
+        by_length = sorted(range(len(requests)), key=lambda index: (requests[index].output, requests[index].prompt))
+        ranks = [(2 * rank + 1) * len(requests) // (2 * length) for rank in range(length - 1)]
+        # The longest is always there: a batch ends with it.
+        chosen = sorted(by_length[rank] for rank in (*ranks, len(requests) - 1))
+    return replace(workload, requests=[requests[index] for index in chosen])
+
+
+class Followed:
+    """Parts of a workload that are followed request by request, each made once. See `followed`."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self._made: dict[int, Workload] = {}
+
+    def at_most(self, most: int) -> Workload:
+        """Return at most so many requests of the workload."""
+        most = min(most, self.workload.count)
+        if most not in self._made:
+            self._made[most] = followed(self.workload, most)
+        return self._made[most]
 
 
 def within_context(workload: Workload, context: int) -> Workload:

@@ -142,7 +142,13 @@ def _inputs(
     again: str,
 ) -> PlanInputs:
     page_size = _count(arguments, "page_size") or PAGE_SIZE
-    target = Target(device=CPU, budget=_budget(config, arguments), page_size=page_size, length=batch.longest)
+    target = Target(
+        device=CPU,
+        budget=_budget(config, arguments),
+        page_size=page_size,
+        length=batch.longest,
+        most=0 if config.memory.device_memory else int(_SURE_SHARE * free_bytes()),
+    )
     memory_of = remembered(CandidateMemory(model=model.files, target=target, base=config))
     pool = _count(arguments, "max_total_tokens")
     return PlanInputs(

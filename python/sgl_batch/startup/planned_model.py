@@ -34,9 +34,8 @@ class PlannedModel:
     def layers(self) -> ModelLayers:
         """The numbers on which costs depend. Raises ConfigError for a config that lacks them."""
         item_bytes = ITEM_BYTES[self.dtype]
-        return model_layers(
-            self.text, item_bytes=item_bytes, weight_bytes=1 if self.weight_dtype == "int8" else item_bytes
-        )
+        weight_bytes = 1 if self.weight_dtype == "int8" else item_bytes
+        return model_layers(self.text, item_bytes=item_bytes, weight_bytes=weight_bytes, stored_bytes=item_bytes)
 
     @cached_property
     def files(self) -> Model:

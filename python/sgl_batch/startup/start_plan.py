@@ -23,7 +23,8 @@ from sgl_batch.planner.search import MemoryMap, MemoryOf, predict_candidate, sea
 from sgl_batch.planner.workload import Workload, parse_workload
 
 _LIMITS = ("b_attn_prefill", "b_moe_prefill", "b_attn_decode", "b_moe_decode", "accumulate")
-SETTLED = (*_LIMITS, "decode_kv", "kv_store_mode")
+_SCHEDULE = ("boundary_tokens", "ready_ahead")
+SETTLED = (*_LIMITS, *_SCHEDULE, "decode_kv", "kv_store_mode")
 Predict = Callable[[Workload], Prediction | None]
 
 
@@ -117,25 +118,29 @@ def choose(config: BatchConfig, given: Collection[str], found: PlanInputs, workl
     best = outcome.ranked[0]
     settings = best.candidate.settings
     chosen = {name: settings[name] for name in SETTLED if name in settings and name not in given}
+    settled = from_mapping({**config.flat(), **chosen})
+    predict = partial(
+        predict_candidate, best.candidate, costs=costs, model=found.layers, allowed=allowed, memory=best.memory
+    )
+    prediction = predict(workload)
+    assert prediction is not None, "a quick search has followed it to its end"
     source = (
         f"measured profile of {found.profile.made[:10]}: {_shown(chosen)}; predicted "
-        f"{best.prediction.seconds:,.1f} s for {workload.count:,} requests ({workload.source})"
+        f"{prediction.seconds:,.1f} s for {workload.count:,} requests ({workload.source})"
     )
     return StartPlan(
-        config=from_mapping({**config.flat(), **chosen}),
+        config=settled,
         source=source,
         chosen=chosen,
         workload=workload,
-        prediction=best.prediction,
-        predict=partial(
-            predict_candidate, best.candidate, costs=costs, model=found.layers, allowed=allowed, memory=best.memory
-        ),
+        prediction=prediction,
+        predict=predict,
         again=found.again,
         basis=PlanBasis(
-            candidate=best.candidate,
+            candidate=replace(best.candidate, boundary_tokens=None, ready_ahead=None),
             costs=costs,
             model=found.layers,
-            allowed=allowed,
+            allowed=replace(allowed, base=settled, intervals=False),
             memory=best.memory,
             memory_of=found.memory_of,
             workload=workload,
@@ -153,7 +158,8 @@ def _allowed(config: BatchConfig, given: Collection[str], found: PlanInputs) -> 
         page_size=found.page_size,
         cores=int(found.profile.machine["cores"]),
         base=config,
-        pinned={name: flat[name] for name in _LIMITS if name in given},
+        pinned={name: flat[name] for name in (*_LIMITS, *_SCHEDULE) if name in given},
+        intervals=True,
     )
     return allowed if found.most_running is None else replace(allowed, most_running=found.most_running)
 

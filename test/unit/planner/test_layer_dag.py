@@ -53,6 +53,14 @@ def test_a_copy_that_takes_no_time_changes_nothing():
     assert layer_time(plain).seconds == layer_time(copied).seconds
 
 
+def test_experts_that_are_fetched_once_they_are_chosen_hide_behind_nothing():
+    work = {"sub_batches": [sub_batch(2), sub_batch(3)], "experts": Work(seconds=4), "fetch": Work(seconds=5)}
+    assert layer_time(LayerWork(**work)).seconds == pytest.approx(9)
+    assert layer_time(LayerWork(**work, fetches_ahead=False)).seconds == pytest.approx(14)
+    of_sub_batches = {"sub_batches": [sub_batch(2, experts=4)], "fetch": Work(seconds=5)}
+    assert layer_time(LayerWork(**of_sub_batches, fetches_ahead=False)).seconds == pytest.approx(11)
+
+
 def test_restores_hide_behind_the_attention_of_the_sub_batch_before():
     hidden = LayerWork(sub_batches=[sub_batch(2, restore=1)] * 4, experts=Work(seconds=4))
     assert layer_time(hidden).seconds == pytest.approx(12)

@@ -9,6 +9,7 @@ import pytest
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import NOT_IMPLEMENTED, Candidate
+from sgl_batch.planner.followed_run import Room
 from sgl_batch.planner.layouts import (
     ONE_GPU,
     Layout,
@@ -20,7 +21,7 @@ from sgl_batch.planner.layouts import (
     share_of,
 )
 from sgl_batch.planner.model_layers import DENSE, MOE
-from sgl_batch.planner.schedule import Prediction, Room
+from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, Outcome, Planned, search_layouts
 from sgl_batch.planner.workload import Request, Workload, parse_workload
 

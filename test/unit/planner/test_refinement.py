@@ -11,10 +11,10 @@ from sgl_batch.config import BatchConfig
 from sgl_batch.planner.candidate import DEVICE, Candidate
 from sgl_batch.planner.candidates import Allowed
 from sgl_batch.planner.cost_model import fit
+from sgl_batch.planner.followed_run import Room
 from sgl_batch.planner.measured_costs import PARTS, Measured, cost_factors, predicted_parts, scaled
 from sgl_batch.planner.pass_cost import STEP, PassCost
 from sgl_batch.planner.refinement import LEAST_GAIN, PlanBasis, limits_of, limits_with_memory, refine
-from sgl_batch.planner.schedule import Room
 from sgl_batch.planner.search import MemoryMap
 from sgl_batch.planner.workload import parse_workload
 

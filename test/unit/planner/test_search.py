@@ -8,8 +8,8 @@ import pytest
 from sgl_batch.planner.candidate import DEVICE, EXCLUSIVE, INCLUSIVE, STREAMED, Candidate, flags_of
 from sgl_batch.planner.candidates import Allowed, kv_forms
 from sgl_batch.planner.cost_model import fit
+from sgl_batch.planner.followed_run import Room
 from sgl_batch.planner.model_layers import DENSE
-from sgl_batch.planner.schedule import Room
 from sgl_batch.planner.search import MemoryMap, search
 from sgl_batch.planner.workload import parse_workload
 
@@ -141,6 +141,16 @@ def test_a_quick_search_tries_fewer_candidates_and_finds_as_fast_a_plan(kv):
     thorough, quick = (found("96:24x200,32:300x40", kv=kv, quick=one) for one in (False, True))
     assert quick.tried < thorough.tried / 2
     assert quick.ranked[0].prediction.seconds <= 1.01 * thorough.ranked[0].prediction.seconds
+
+
+def test_with_unequal_outputs_a_short_interval_may_be_chosen():
+    unequal = ",".join(["32:6x13,32:300x3"] * 6)
+    best = found(unequal, pinned={"b_moe_decode": 16}, intervals=True).ranked[0]
+    plain = found(unequal, pinned={"b_moe_decode": 16}).ranked[0]
+    assert best.candidate.boundary_tokens == 32
+    assert best.prediction.seconds < 0.95 * plain.prediction.seconds
+    kept = found(unequal, pinned={"b_moe_decode": 16, "boundary_tokens": 64, "ready_ahead": 0.5}, intervals=True)
+    assert kept.ranked[0].candidate == plain.candidate
 
 
 def test_a_candidate_is_flags_of_run():

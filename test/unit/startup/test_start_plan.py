@@ -10,7 +10,7 @@ import pytest
 from sgl_batch.config import BatchConfig, from_mapping
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import EXCLUSIVE, INCLUSIVE
-from sgl_batch.planner.schedule import Room
+from sgl_batch.planner.followed_run import Room
 from sgl_batch.planner.search import MemoryMap
 from sgl_batch.planner.workload import parse_workload
 from sgl_batch.startup.start_plan import PlanInputs, asked_workload, choose

@@ -10,6 +10,7 @@ from sgl_batch.cli.plan.subject import Subject
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.supported_models import CPU, GPU
 from sgl_batch.errors import ConfigError
+from sgl_batch.memory.free_memory import free_bytes
 from sgl_batch.planner.candidate import RESIDENT
 from sgl_batch.planner.candidate_memory import CandidateMemory, remembered
 from sgl_batch.planner.candidates import Allowed, kv_forms
@@ -39,6 +40,7 @@ class Predictor:
         among: The layouts that are compared.
         costs_of: The costs of one rank of a layout; None where nothing can be predicted.
         cores: Which copies take from computation; 0 on a GPU.
+        most: Bytes that a process may take with the experts that it streams; 0 for no more than `budget`.
     """
 
     subject: Subject
@@ -48,6 +50,7 @@ class Predictor:
     among: list[Layout]
     costs_of: Callable[[Layout], CostModel]
     cores: int
+    most: int = 0
 
     def search(self) -> Outcome:
         """Return the best plan of all layouts."""
@@ -76,7 +79,7 @@ class Predictor:
         shown = [
             pass_picture(
                 f"Prefill group: {sum(group):,} tokens of {len(group):,} prompt{'s' * (len(group) > 1)}, {kind} layers",
-                passes.prefill_layer(group, kind),
+                passes.prefill_layer(group, kind, planned.prediction.kept),
             )
         ]
         rows = max(round(planned.prediction.mean_rows), 1)
@@ -85,7 +88,7 @@ class Predictor:
             outputs = sum(one.output for one in work.requests)
             context = sum(one.output * (one.prompt + one.output / 2) for one in work.requests) / outputs
             title = f"Decode step: {rows:,} sequences of {context:,.0f} tokens on average, {kind} layers"
-            shown.insert(0, pass_picture(title, passes.decode_layer(rows, context, kind)))
+            shown.insert(0, pass_picture(title, passes.decode_layer(rows, context, kind, planned.prediction.kept)))
         return shown
 
     def memory(self, layout: Layout) -> CandidateMemory:
@@ -98,6 +101,7 @@ class Predictor:
             ranks=layout.ranks,
             tensor=layout.tensor,
             kv_parts=kv_parts(self.subject.layers, layout),
+            most=self.most,
         )
         return CandidateMemory(model=self.subject.model, target=target, base=self.config)
 
@@ -126,6 +130,7 @@ class Predictor:
             page_size=PAGE_SIZE,
             cores=self.cores,
             base=self.config,
+            intervals=self.cores > 0,
         )
 
 
@@ -151,6 +156,7 @@ def predictor_here(subject: Subject, config: BatchConfig, profile: Profile | Non
         among=[ONE_GPU],
         costs_of=costs_of,
         cores=0 if profile is None else int(profile.machine["cores"]),
+        most=0 if config.memory.device_memory else free_bytes(),
     )
 
 

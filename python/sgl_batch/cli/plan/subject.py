@@ -44,7 +44,8 @@ def read_subject(args: argparse.Namespace, weight_dtype: str) -> Subject:
     if on_sheet and weight_dtype == "int8":
         raise ConfigError("--cpu-weight-dtype int8 is for CPUs; leave it out with --hardware")
     try:
-        layers = model_layers(body, item_bytes=item_bytes, weight_bytes=weight_bytes)
+        stored_bytes = None if on_sheet else item_bytes
+        layers = model_layers(body, item_bytes=item_bytes, weight_bytes=weight_bytes, stored_bytes=stored_bytes)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"a number in {directory / 'config.json'} cannot be read: {error}") from error
     model = Model(config=body, tensors=tensors_of(directory, layers.num_layers), dtype=dtype)

@@ -114,6 +114,8 @@ def _times(message: Mapping[str, Any], plan: Mapping[str, Any], output_tokens: i
         ("bottleneck", f"{plan['bottleneck']} ({source})"),
         ("bounds", f"{bounds} ({source})"),
     ]
+    if "experts_kept" in plan:
+        rows.append(("experts", f"{plan['experts_kept']:.0%} of each layer's stay in memory in decode (counted)"))
     if "deadline" in message:
         rows.append(("deadline", f"{message['deadline']['text']} ({source})"))
     if "runner_up" in message:
