@@ -62,8 +62,12 @@ def best_of(
     if collapse:
         return Best(result=ranked[0], others=ranked[1:], compared=len(candidates))
     count = 1 if are_alike(requests) else _WHOLE
-    whole = sorted((simulate(one.setup, requests, until=until) for one in ranked[:count]), key=_order)
+    whole = sorted((_whole(one, requests, until) for one in ranked[:count]), key=_order)
     return Best(result=whole[0], others=[*whole[1:], *ranked[count:]], compared=len(candidates))
+
+
+def _whole(result: Result, requests: Requests, until: float) -> Result:
+    return simulate(result.setup, requests, until=until) if result.collapsed else result
 
 
 def _order(result: Result) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """Owns how far a simulated time depends on what is assumed.
 
 Each assumed number of the cluster and the engine is moved to its low and its high end, one at a time, and the same
-setup is simulated again, with one rank for all of an instance. Deviations are combined as if they were independent: the
-root of the sum of the squares of their logarithms, for longer and for shorter times by themselves.
+setup is simulated again, with one rank for all of an instance, and of long batches with every n-th request. Deviations
+are combined as if they were independent: the root of the sum of the squares of their logarithms, for longer and for
+shorter times by themselves.
 
 In the ratio of two policies a number that both assume alike is moved in both at once, so that it mostly cancels.
 """
@@ -24,6 +25,8 @@ from sgl_batch.simulator.run import Setup, simulate
 
 # Where the estimate changes by less, it is taken for the change.
 _LITTLE = 1e-3
+# Sequences of a rank with which times are compared, at most about so many.
+_ENOUGH = 500
 # Another regime that is so little faster is not told apart.
 _SAME = 1.005
 Factors = Mapping[tuple[str, str], float]
@@ -95,7 +98,10 @@ def _regime(setup: Setup) -> tuple[str, Layout, Regime]:
 
 
 def _seconds(setup: Setup, requests: Requests) -> float:
-    return simulate(setup, requests, collapse=True).seconds
+    """Return the seconds of a batch, or of a part of it that is long enough to compare."""
+    one = setup.deployment
+    share = len(requests) // (one.instances * one.ranks)
+    return simulate(setup, requests.every(max(1, share // _ENOUGH)), collapse=True).seconds
 
 
 def _ratio(change: Callable[[Setup], Setup], setup: Setup, requests: Requests) -> float:
