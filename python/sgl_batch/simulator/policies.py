@@ -27,6 +27,8 @@ PAGE = INTERVAL = 64
 _REQUEST_SLOTS = 1 << 20
 # Defaults of the engine's configuration (config.py).
 _WATERMARK, _AHEAD = 0.75, 0.5
+# GPU batches for which weights are loaded once (FlexGen's block schedule).
+_GPU_BATCHES = (1, 4, 16)
 # vLLM's --max-num-seqs on GPUs with much memory. SGLang's limits are above what memory holds.
 _VLLM_ROWS, _MOST_ROWS = 1024, 4096
 # What an engine can do, and what its scheduler and its memory take: all but its kernels, launches and exchanges.
@@ -64,6 +66,9 @@ class Choice:
         return f"up to {self.rows:,} sequences a rank, prompts in passes of {self.chunk:,} tokens"
 
 
+Choices = Callable[[Deployment, float, float], Sequence[Choice]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """A way to run a batch.
@@ -86,7 +91,7 @@ class Policy:
     says: str
     form: Callable[[Deployment], KVForm]
     scheduler: Callable[[KVForm], Scheduler]
-    choices: Callable[[Deployment, float, float], Sequence[Choice]]
+    choices: Choices
     units: bool = False
     gpus: int | None = None
 
@@ -178,13 +183,19 @@ def _block_choices(deployment: Deployment, prompt: float, whole: float) -> Seque
     return [Choice(rows=_rows(deployment.running_tokens / whole), chunk=deployment.engine.chunk_tokens)]
 
 
+def _zigzag_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:
+    """Return blocks whose prompts are computed by one GPU batch for each load of weights, or by several in turn."""
+    (one,) = _block_choices(deployment, prompt, whole)
+    return [replace(one, chunk=batches * one.chunk) for batches in _GPU_BATCHES]
+
+
 def _kernels_of(rival: EngineSettings) -> EngineSettings:
     """Return BatchGen with the kernels, launches and exchanges of another engine."""
     kernels = {field.name: getattr(rival, field.name) for field in fields(rival) if field.name not in _OURS}
     return replace(BATCHGEN, title=f"BatchGen, kernels of {rival.title}", **kernels)
 
 
-def _block(engine: EngineSettings, says: str) -> Policy:
+def _block(engine: EngineSettings, says: str, choices: Choices = _zigzag_choices) -> Policy:
     return Policy(
         name=engine.name,
         title=f"{engine.title}-like",
@@ -192,7 +203,7 @@ def _block(engine: EngineSettings, says: str) -> Policy:
         says=says,
         form=_block_form,
         scheduler=lambda _: StaticBlock(),
-        choices=_block_choices,
+        choices=choices,
     )
 
 
@@ -241,9 +252,9 @@ POLICIES: tuple[Policy, ...] = (
         says="SGLang's kernels with prefill and decode on units of their own, at the best ratio of units",
         units=True,
     ),
-    _block(FLEXGEN, "weights stream, a block of sequences is decoded to its end, KV in host memory"),
-    _block(MOE_LIGHTNING, "weights stream, a block of sequences is decoded to its end, attention on the host"),
-    _block(DEEPSPEED, "weights stream, a batch is decoded to its end"),
+    _block(FLEXGEN, "weights stream once for several GPU batches; a block is decoded to its end, KV in host memory"),
+    _block(MOE_LIGHTNING, "weights stream once for several micro-batches; a block to its end, attention on the host"),
+    _block(DEEPSPEED, "weights stream, a batch is decoded to its end", _block_choices),
 )
 # Names that stand for several policies.
 SEVERAL = {"offload": ("flexgen", "moe-lightning", "deepspeed")}
