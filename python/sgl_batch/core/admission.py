@@ -131,6 +131,8 @@ def member_pages(unit: Admission, ledger: PageLedger, plan: Plan | None = None) 
 
 
 def _largest_gap(unit: Admission, ledger: PageLedger, plan: Plan | None) -> int:
+    if not ledger.policy.grows:
+        return 0
     return max(ledger.whole_pages(member) - first_pages(member, ledger, plan) for member in unit.members)
 
 
@@ -163,22 +165,24 @@ def select_prefill_group(
         The chosen units, a prefix of `units`.
     """
     chosen: list[Admission] = []
-    needs: list[int] = []
-    tokens, slots, gap = taken, free_request_slots, 0
+    tokens, slots = taken, free_request_slots
+    need = largest = gap = 0
     if ledger.has_waiting:
         return []
     for whole in units:
         note_expected(whole, ledger.policy)
-        pages = member_pages(whole, ledger, plan)
-        cut = sum(pages) > ledger.limit(max(pages), _largest_gap(whole, ledger, plan))
-        unit = Admission(leader=whole.leader) if cut else whole
-        full = tokens and tokens + unit.leader.prefill_rows > b_moe
-        needs += member_pages(unit, ledger, plan)
-        gap = max(gap, _largest_gap(unit, ledger, plan))
-        if full or not ledger.fits(*needs, gap=gap) or len(unit.members) > slots:
+        unit, pages, unit_gap = whole, member_pages(whole, ledger, plan), _largest_gap(whole, ledger, plan)
+        cut = sum(pages) > ledger.limit(max(pages), unit_gap)
+        if cut:
+            unit = Admission(leader=whole.leader)
+            pages, unit_gap = member_pages(unit, ledger, plan), _largest_gap(unit, ledger, plan)
+        rows = unit.leader.prefill_rows
+        need, largest, gap = need + sum(pages), max(largest, *pages), max(gap, unit_gap)
+        full = tokens and tokens + rows > b_moe
+        if full or not ledger.has_room(need, largest=largest, gap=gap) or len(unit.members) > slots:
             break
         chosen.append(unit)
-        tokens += unit.leader.prefill_rows
+        tokens += rows
         slots -= len(unit.members)
         if cut:
             break

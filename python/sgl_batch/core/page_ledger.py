@@ -85,8 +85,12 @@ class PageLedger:
 
         `gap`: the most pages by which one of them may grow beyond its number.
         """
-        limit = self.limit(max(self.largest, *pages), max(self.largest_gap, gap))
-        return self.reserved_pages + sum(pages) <= limit
+        return self.has_room(sum(pages), largest=max(pages, default=0), gap=gap)
+
+    def has_room(self, pages: int, *, largest: int, gap: int = 0) -> bool:
+        """Return whether new owners can reserve these pages together, of which one takes `largest`; see `fits`."""
+        limit = self.limit(max(self.largest, largest), max(self.largest_gap, gap))
+        return self.reserved_pages + pages <= limit
 
     def reserve(self, owner: str, pages: int, *, whole: int | None = None) -> None:
         """Reserve pages that fit for a new owner, until `release`.

@@ -23,8 +23,9 @@ class DecodeGroup:
         self._length_of = length_of
         self.running: dict[str, SequenceState] = {}
         self.kv_tokens = 0
-        # By sequence: steps done when it joined, less the tokens that it had generated.
+        # By sequence: steps done when it joined, less the tokens that it had generated; and steps done when it ends.
         self._offset: dict[str, int] = {}
+        self._end: dict[str, int] = {}
         self._ends: list[tuple[int, str]] = []
         self._done = 0
 
@@ -34,13 +35,14 @@ class DecodeGroup:
         self.running[name] = sequence
         self._offset[name] = self._done - sequence.generated_tokens
         self.kv_tokens += sequence.kv_tokens
-        heapq.heappush(self._ends, (self._offset[name] + self._length_of(name), name))
+        self._end[name] = self._offset[name] + self._length_of(name)
+        heapq.heappush(self._ends, (self._end[name], name))
 
     def leave(self, sequence: SequenceState) -> None:
         """Take a sequence out, with its count of tokens up to date."""
         name = sequence.sequence_id
         sequence.generated_tokens = self._done - self._offset.pop(name)
-        del self.running[name]
+        del self.running[name], self._end[name]
         self.kv_tokens -= sequence.kv_tokens
 
     def up_to_date(self) -> Sequence[SequenceState]:
@@ -53,7 +55,7 @@ class DecodeGroup:
         """Return the steps until the next sequence ends; NEVER if none runs."""
         while self._ends:
             step, name = self._ends[0]
-            if name in self._offset and self._offset[name] + self._length_of(name) == step:
+            if self._end.get(name) == step:
                 return step - self._done
             heapq.heappop(self._ends)
         return NEVER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sgl_batch.core import growth
 from sgl_batch.core.actions import (
@@ -359,8 +359,11 @@ class SimulatedRank:
         """Let all running sequences generate so many tokens in this time; those that end with the last one leave."""
         self._filling = False
         self._steps += steps
-        rows, interval = steps * len(self.running), self._interval
-        self._interval = replace(interval, rows=interval.rows + rows, seconds=interval.seconds + seconds)
+        rows, begun = steps * len(self.running), self._interval
+        # Not by dataclasses.replace: this comes with each step of each rank.
+        self._interval = Interval(
+            number=begun.number, alive=begun.alive, rows=begun.rows + rows, seconds=begun.seconds + seconds
+        )
         self.tally.output_tokens += rows
         for sequence in self.group.advance(steps):
             advance(sequence, Event.FINISH, "")
