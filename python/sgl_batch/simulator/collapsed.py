@@ -1,4 +1,4 @@
-"""Owns ranks that stand for others: one rank of an instance, whose others have the same work at the same time."""
+"""Owns ranks that stand for others: one rank of several that have sequences of the same lengths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from sgl_batch.simulator.work import Costs, PassWork
 
 
 class Collapsed:
-    """Costs of an instance of which one rank is simulated, as if `ranks` did what it does."""
+    """Costs of an instance in which each simulated rank stands for `ranks`, which do what it does at the same time.
+
+    Ranks with the same lengths do, but for sequences that move between them. Ranks whose lengths are only drawn alike
+    do not: all wait for the busiest one, and the busiest of few is less busy than that of many.
+    """
 
     def __init__(self, costs: Costs, ranks: int) -> None:
         self.sources = costs.sources
