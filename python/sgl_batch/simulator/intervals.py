@@ -25,8 +25,8 @@ from sgl_batch.simulator.run import Setup, simulate
 
 # Where the estimate changes by less, it is taken for the change.
 _LITTLE = 1e-3
-# Sequences of a rank with which times are compared, at most about so many.
-_ENOUGH = 500
+# Sequences of a rank with which times are compared: so many times those that run at once, and at least so many.
+_TIMES, _LEAST = 5, 150
 # Another regime that is so little faster is not told apart.
 _SAME = 1.005
 Factors = Mapping[tuple[str, str], float]
@@ -100,8 +100,10 @@ def _regime(setup: Setup) -> tuple[str, Layout, Regime]:
 def _seconds(setup: Setup, requests: Requests) -> float:
     """Return the seconds of a batch, or of a part of it that is long enough to compare."""
     one = setup.deployment
-    share = len(requests) // (one.instances * one.ranks)
-    return simulate(setup, requests.every(max(1, share // _ENOUGH)), collapse=True).seconds
+    share = len(requests) / (one.instances * one.ranks)
+    at_once = one.running_tokens / float((requests.prompts + requests.outputs).mean())
+    enough = max(_LEAST, _TIMES * at_once)
+    return simulate(setup, requests.every(max(1, int(share / enough))), collapse=True).seconds
 
 
 def _ratio(change: Callable[[Setup], Setup], setup: Setup, requests: Requests) -> float:

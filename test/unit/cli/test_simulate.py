@@ -83,7 +83,7 @@ def test_a_run_that_is_stopped_says_how_many_have_ended(capsys):
 
 
 def test_more_host_memory_holds_more_kv(capsys):
-    argv = ("--model", "mixtral-8x7b", "--hardware", "a5000x1", "--workload", "512:64x2000", "--no-intervals")
+    argv = ("--model", "mixtral-8x7b", "--hardware", "a5000x1", "--workload", "4000:100x300", "--no-intervals")
     found = []
     for size in ("300G", "1T"):
         _, message = to_message(capsys, *argv, "--policies", "flexgen", "--host-memory", size)
