@@ -1,0 +1,1 @@
+"""Measures stock SGLang with sequences of unequal lengths, and simulates the same."""

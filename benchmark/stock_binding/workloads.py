@@ -1,0 +1,118 @@
+"""Owns the batches: those of equal lengths, which costs are fitted to, and those that are simulated."""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from stock_binding.engines import Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Equal:
+    """Sequences of equal lengths that begin and end together, so many times one after the other."""
+
+    lengths: Lengths
+    times: int = 1
+
+
+CALIBRATION: tuple[Equal, ...] = (
+    Equal([(16, 1)], 16),
+    Equal([(64, 1)] * 2, 12),
+    Equal([(64, 1)] * 32),
+    Equal([(256, 1)] * 16),
+    Equal([(1024, 1)] * 4),
+    Equal([(16, 96)]),
+    Equal([(16, 96)] * 4),
+    Equal([(64, 96)] * 16),
+    Equal([(512, 48)] * 4),
+    Equal([(512, 48)] * 16),
+)
+
+_COUNT, _PROMPT, _MEAN, _LONGEST = 64, 64, 48, 640
+# By what lengths of the trace are divided, so that a CPU answers them in seconds.
+_TRACE_PART = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences by the engines that they are dealt to by turns. `scarce`: with little memory for KV."""
+
+    name: str
+    lengths: Lengths
+    engines: int = 1
+    scarce: bool = False
+
+
+def batches(trace: Path | None) -> list[Batch]:
+    """Return the batches. All but those of the trace and of two engines have the same numbers of tokens."""
+    draw = random.Random(5)
+    equal = [_MEAN] * _COUNT
+    uniform = _with_sum([draw.uniform(1, 2 * _MEAN - 1) for _ in equal], sum(equal))
+    tail = _with_sum([min(draw.paretovariate(1.1), 40.0) for _ in equal], sum(equal))
+    both = tail + uniform
+    draw.shuffle(both)
+    found = [
+        Batch(name="equal outputs", lengths=_of(equal)),
+        Batch(name="uniform outputs", lengths=_of(uniform)),
+        Batch(name="outputs with a long tail", lengths=_of(tail)),
+        Batch(name="uniform outputs, scarce memory", lengths=_of(uniform), scarce=True),
+        Batch(name="two engines, equal outputs", lengths=_of(equal * 2), engines=2),
+        Batch(name="two engines, even shares", lengths=_of(_paired(both)), engines=2),
+        Batch(name="two engines, uneven shares", lengths=_of(_lopsided(both)), engines=2),
+    ]
+    if trace is not None:
+        found.insert(3, Batch(name="Azure trace", lengths=_first_of(trace, _COUNT)))
+    return found
+
+
+def _of(outputs: Sequence[int]) -> Lengths:
+    return [(_PROMPT, output) for output in outputs]
+
+
+def _with_sum(values: Sequence[float], total: int) -> list[int]:
+    """Return whole numbers from 1 to _LONGEST in proportion to the values, that add up to a total."""
+    factor = total / sum(values)
+    found = [min(max(1, int(value * factor)), _LONGEST) for value in values]
+    short = total - sum(found)
+    for index in range(abs(short)):
+        place = index % len(found)
+        found[place] = max(1, found[place] + (1 if short > 0 else -1))
+    return found
+
+
+def _paired(outputs: Sequence[int]) -> list[int]:
+    """Return the outputs in an order in which dealing by turns to two engines gives both as many tokens, nearly."""
+    rest = sorted(outputs, reverse=True)
+    shares: tuple[list[int], list[int]] = ([], [])
+    for output in rest:
+        least = min((share for share in shares if len(share) < len(rest) / 2), key=sum)
+        least.append(output)
+    draw = random.Random(6)
+    for share in shares:
+        draw.shuffle(share)
+    return [output for pair in zip(*shares, strict=True) for output in pair]
+
+
+def _lopsided(outputs: Sequence[int]) -> list[int]:
+    """Return the outputs in an order in which the first of two engines gets three of four of the longer half."""
+    longer = sorted(outputs)[len(outputs) // 2 :]
+    shorter = sorted(outputs)[: len(outputs) // 2]
+    shares = [longer[index] for index in range(len(longer)) if index % 4] + shorter[::4]
+    others = longer[::4] + [shorter[index] for index in range(len(shorter)) if index % 4]
+    draw = random.Random(7)
+    for share in (shares, others):
+        draw.shuffle(share)
+    return [output for pair in zip(shares, others, strict=True) for output in pair]
+
+
+def _first_of(trace: Path, count: int) -> Lengths:
+    with trace.open(encoding="utf-8") as lines:
+        rows = ((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(lines))
+        return [
+            (max(1, prompt // _TRACE_PART), max(1, output // _TRACE_PART)) for prompt, output in islice(rows, count)
+        ]
