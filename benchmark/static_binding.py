@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -71,15 +72,18 @@ def _compare(args: argparse.Namespace, started: Mapping[str, StockProcess], limi
     """Measure everything so many times, one round after the other; fit, simulate, and print the tables."""
     pools = {1: [started["first"]], 2: [started["first"], started["second"]]}
     every, equal, unequal = batches(args.trace), defaultdict(list), defaultdict(list)
+    clock, draw = _CLOCKS[args.clock], random.Random(1)
+    todo = [*every, *((number, index) for number in pools for index in range(len(CALIBRATION)))]
     for round_number in range(args.repeat):
-        for number, pool in pools.items():
-            for index, run in enumerate(CALIBRATION):
-                seconds = measure(pool, [run.lengths] * number, _CLOCKS[args.clock], run.times)
-                equal[number, index].append(seconds)
-        for batch in every:
-            pool = [started["scarce"]] if batch.scarce else pools[batch.engines]
-            unequal[batch.name].append(measure(pool, dealt(batch.lengths, batch.engines), _CLOCKS[args.clock]))
-            say(f"round {round_number + 1}: {batch.name}: {unequal[batch.name][-1]:.2f} s")
+        # In random order, so that a busy minute of the machine disturbs what is fitted and what is compared alike.
+        draw.shuffle(todo)
+        for one in todo:
+            if isinstance(one, Batch):
+                pool = [started["scarce"]] if one.scarce else pools[one.engines]
+                unequal[one.name].append(measure(pool, dealt(one.lengths, one.engines), clock))
+            else:
+                number, run = one[0], CALIBRATION[one[1]]
+                equal[one].append(measure(pools[number], [run.lengths] * number, clock, run.times))
         say(f"round {round_number + 1}: load {os.getloadavg()[0]:.1f}")
     costs = {}
     for number in pools:
