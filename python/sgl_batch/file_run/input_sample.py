@@ -7,22 +7,18 @@ lines; the run refuses them later.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from sgl_batch.file_run.text_tokens import TextTokens, by_bytes
+from sgl_batch.jobs.request_lengths import RequestLengths, TextTokens, by_bytes
 from sgl_batch.jobs.tables.row_lines import RowRules, first_lines
 from sgl_batch.jobs.tables.sources import Table
-from sgl_batch.planner.workload import DEFAULT_OUTPUT, Request, Workload
+from sgl_batch.planner.workload import Request, Workload
 
-_MESSAGE_TOKENS = 4  # of a chat template, for each message
-# Where a line has no limit: that of /v1/completions, and for a chat, which has none, the planner's usual output.
-_COMPLETION_OUTPUT = 16
 _WHOLE_BYTES = 1 << 20
 _PLACES, _LINES_AT_ONCE = 64, 4
 _LONGEST_LINE = 1 << 20
-_MOST_CHOICES = 128
 
 
 def sample_workload(path: Path, limit: int | None, tokens: TextTokens | None = None) -> Workload | None:
@@ -57,8 +53,8 @@ def sample_table(path: Path, rules: RowRules, limit: int | None, tokens: TextTok
 def _workload(
     lines: Sequence[bytes], num_lines: int, limit: int | None, tokens: TextTokens | None, *, of: str
 ) -> Workload | None:
-    reader = _Reader(tokens or by_bytes)
-    found = [reader.requests(line) for line in lines]
+    lengths = RequestLengths(tokens or by_bytes)
+    found = [_requests(line, lengths) for line in lines]
     requests = [one for some in found for one in some]
     if not requests:
         return None
@@ -81,33 +77,10 @@ def _spread(file: BinaryIO, size: int) -> Iterator[bytes]:
                 yield line
 
 
-class _Reader:
-    """Reads lengths from lines. `tokens`: counts the tokens of a text."""
-
-    def __init__(self, tokens: TextTokens) -> None:
-        self._tokens = tokens
-
-    def requests(self, line: bytes) -> list[Request]:
-        """Return a request for each choice of a line; nothing for a line that cannot be read."""
-        try:
-            body = json.loads(line)["body"]
-            is_chat = "messages" in body
-            prompt = sum(map(self._of_message, body["messages"])) if is_chat else self._of_prompt(body["prompt"])
-            asked = body.get("max_completion_tokens") or body.get("max_tokens")
-            output = int(asked or (DEFAULT_OUTPUT if is_chat else _COMPLETION_OUTPUT))
-            return [Request(max(prompt, 1), max(output, 1))] * min(max(int(body.get("n") or 1), 1), _MOST_CHOICES)
-        except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
-            return []
-
-    def _of_message(self, message: Mapping[str, Any]) -> int:
-        content = message.get("content") or ""
-        parts = [content] if isinstance(content, str) else [str(part.get("text") or "") for part in content]
-        return _MESSAGE_TOKENS + sum(map(self._tokens, parts))
-
-    def _of_prompt(self, prompt: Any) -> int:
-        """Return the tokens of a text, of a list of token ids, or of a list of either."""
-        if isinstance(prompt, str):
-            return self._tokens(prompt)
-        if not isinstance(prompt, list):
-            raise TypeError(f"a prompt is a text or a list, not {type(prompt).__name__}")
-        return sum(1 if isinstance(part, int) else self._of_prompt(part) for part in prompt)
+def _requests(line: bytes, lengths: RequestLengths) -> list[Request]:
+    """Return a request for each choice of a line; nothing for a line that cannot be read."""
+    try:
+        body = json.loads(line)["body"]
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return []
+    return lengths.requests(body)

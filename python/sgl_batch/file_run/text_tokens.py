@@ -1,22 +1,16 @@
-"""Estimates how many tokens texts have: by the model's tokenizer file where it is at hand, else by their bytes."""
+"""Estimates how many tokens texts have, by the model's tokenizer file where it is at hand."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
+
+from sgl_batch.jobs.request_lengths import TextTokens
 
 logger = logging.getLogger(__name__)
 
-_BYTES_A_TOKEN = 4
 # So much of a text is cut into tokens; the rest counts in proportion, so that a sample of long texts is soon counted.
 _MOST_CHARACTERS = 2048
-TextTokens = Callable[[str], int]
-
-
-def by_bytes(text: str) -> int:
-    """Return a token for every four bytes of text."""
-    return -(-len(text.encode("utf-8", "replace")) // _BYTES_A_TOKEN)
 
 
 def by_tokenizer(model: Path | None) -> TextTokens | None:
