@@ -137,7 +137,7 @@ class EngineProcess:
                 first = await frames.read()
                 if not isinstance(first, Ready):
                     return first if isinstance(first, Failed) else None
-                self.client = LineClient(frames, first.served_model_names, first.forward)
+                self.client = LineClient(frames, first.served_model_names, first.forward, first.plan_rates)
                 on_ready()
                 return await self.client.read_answers()
             except FrameError as error:

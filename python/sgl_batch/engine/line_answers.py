@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.partial_output import PartialOutput
+from sgl_batch.core.plan_rates import PlanRates
 from sgl_batch.engine.rank_stats import engine_stats, merged_stats
 from sgl_batch.errors import EngineError
 from sgl_batch.sglang_adapter.openai_api import OpenAIEndpoints
@@ -39,6 +40,11 @@ class LineAnswers:
         self._endpoints = OpenAIEndpoints(tokenizer_manager, template_manager, tokenizer_manager.check_openai)
         self._death = death
         self._last_stats = EngineStats()
+
+    @property
+    def plan_rates(self) -> PlanRates | None:
+        """None: a program in this process asks `Engine.predict`, which is closer."""
+        return None
 
     @property
     def served_model_names(self) -> tuple[str, ...]:

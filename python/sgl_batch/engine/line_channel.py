@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.partial_output import PartialOutput, unpack
+from sgl_batch.core.plan_rates import PlanRates
 from sgl_batch.engine.line_frames import (
     Answer,
     Cancel,
@@ -63,13 +64,20 @@ class LineClient:
     """The engine at the other end of a connection. It sends each line once.
 
     `num_answered` counts lines. `was_busy`: some lines were not answered when the engine died. `forward` names the
-    forward pass that computes the model.
+    forward pass that computes the model. `plan_rates`: what the engine's plan predicts; None without a profile.
     """
 
-    def __init__(self, frames: Frames[FromEngine], served_model_names: tuple[str, ...], forward: str = "") -> None:
+    def __init__(
+        self,
+        frames: Frames[FromEngine],
+        served_model_names: tuple[str, ...],
+        forward: str = "",
+        plan_rates: PlanRates | None = None,
+    ) -> None:
         self._frames = frames
         self._served_model_names = served_model_names
         self.forward = forward
+        self.plan_rates = plan_rates
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._lines: dict[int, PartialOutput] = {}
         self._next_number = 0

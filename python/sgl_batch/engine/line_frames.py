@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from sgl_batch.core.answers import EngineStats
+from sgl_batch.core.plan_rates import PlanRates
 from sgl_batch.errors import SglBatchError
 
 # One frame holds one request or answer: a line's limit is far lower, and log probabilities of a long answer fit.
@@ -26,10 +27,14 @@ class FrameError(SglBatchError):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine answers from now on, under these names of the model. `forward` names its forward pass."""
+    """The engine answers from now on, under these names of the model.
+
+    `forward` names its forward pass. `plan_rates`: what its plan predicts; None without a profile.
+    """
 
     served_model_names: tuple[str, ...]
     forward: str = ""
+    plan_rates: PlanRates | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from sgl_batch.config import BatchConfig
 from sgl_batch.engine import launch
 from sgl_batch.engine.control_routes import control_routes
 from sgl_batch.engine.line_answers import LineAnswers
@@ -31,6 +30,8 @@ from sgl_batch.owned_directory import remove_tree
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
+from sgl_batch.startup.plan_inputs import plan_rates
+from sgl_batch.startup.start_plan import StartPlan
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +42,12 @@ _END_WITHIN_S = 5.0
 class WorkerServer:
     """Serves one engine in this process, from its start to its end."""
 
-    def __init__(self, server_args: ServerArgs, config: BatchConfig, start_method: str, link: ParentLink) -> None:
-        self._server_args, self._link = server_args, link
+    def __init__(self, server_args: ServerArgs, plan: StartPlan, start_method: str, link: ParentLink) -> None:
+        self._server_args, self._plan, self._link = server_args, plan, link
         # The parent has made this directory for this engine alone.
         directory = Path(link.socket).parent
         # Tracebacks lie outside the parent's directory, which is removed at its end.
-        self._spec = ProcessSpec.begin(config, start_method, directory, tracebacks=Path(link.directory).parent)
+        self._spec = ProcessSpec.begin(plan.config, start_method, directory, tracebacks=Path(link.directory).parent)
         self._launched: processes.Launched | None = None
         self._forward = ""
 
@@ -101,7 +102,8 @@ class WorkerServer:
         await self._http_is_up()
         frames: Frames[FromFront] = Frames(*await asyncio.open_unix_connection(self._link.socket), FromFront)
         answers = LineAnswers(launched.tokenizer_manager, launched.template_manager, self._death_of_lines)
-        await frames.send(Ready(served_model_names=answers.served_model_names, forward=self._forward))
+        rates = plan_rates(self._plan)
+        await frames.send(Ready(served_model_names=answers.served_model_names, forward=self._forward, plan_rates=rates))
         serving = asyncio.ensure_future(serve_lines(frames, answers))
         death = None
         while death is None and not serving.done():

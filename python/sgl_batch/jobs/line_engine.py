@@ -7,6 +7,7 @@ from typing import Protocol
 
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.partial_output import PartialOutput
+from sgl_batch.core.plan_rates import PlanRates
 
 
 class LineEngine(Protocol):
@@ -19,6 +20,11 @@ class LineEngine(Protocol):
     @property
     def served_model_names(self) -> tuple[str, ...]:
         """The names accepted in a line's body["model"]. They do not change as long as the engine runs."""
+        ...
+
+    @property
+    def plan_rates(self) -> PlanRates | None:
+        """What the plan of the engine's start predicts. None without a profile, or where no job asks for it."""
         ...
 
     async def respond(

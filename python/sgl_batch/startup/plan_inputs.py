@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.model_numbers import number
+from sgl_batch.core.plan_rates import PlanRates
 from sgl_batch.core.supported_models import CPU
 from sgl_batch.errors import ConfigError
 from sgl_batch.memory.free_memory import free_bytes
@@ -23,7 +24,7 @@ from sgl_batch.planner.needs import Target
 from sgl_batch.planner.samples import Profile, check_machine
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, MemoryOf
-from sgl_batch.planner.workload import DEFAULT, Workload, parse_workload, within_context
+from sgl_batch.planner.workload import DEFAULT, Request, Workload, parse_workload, within_context
 from sgl_batch.startup.kept_profile import machine_facts, profile_path, read_profile
 from sgl_batch.startup.planned_model import PlannedModel, read_model
 from sgl_batch.startup.start_plan import PlanInputs, StartPlan, asked_workload, choose, conservative
@@ -35,6 +36,8 @@ _SURE_SHARE = 0.9
 # SGLang gives weights and KV half of a CPU machine's memory where no budget is given.
 CPU_SHARE = 0.5
 PAGE_SIZE = 64
+# Rates are of a batch of so many decode groups, in which beginning and end count little; a step, of so many.
+_RATE_GROUPS, _RATE_STEPS = 4, 32
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _RANKS = ("dp_size", "tp_size", "ep_size", "pp_size")
 _OTHER_MODEL = ("json_model_override_args", "quantization")
@@ -96,6 +99,27 @@ def predicted(plan: StartPlan, workload: Workload) -> Prediction | None:
     except (ConfigError, *_FAULTS):
         logger.debug("the prediction failed", exc_info=True)
         return None
+
+
+def plan_rates(plan: StartPlan) -> PlanRates | None:
+    """Return what `plan` predicts for any batch, from two predictions; None without a profile.
+
+    The rates are of requests as those for which it was planned, as many as fill its groups.
+    """
+    workload = plan.workload
+    if workload is None:
+        return None
+    count = max(workload.count, _RATE_GROUPS * plan.config.forward.b_moe_decode)
+    full = predicted(plan, replace(workload, count=count))
+    alone = predicted(plan, Workload(requests=[Request(1, _RATE_STEPS)], count=1))
+    if full is None or alone is None or not 0 < full.prefill_s < full.seconds:
+        return None
+    each = count / len(workload.requests)
+    return PlanRates(
+        prompt_tokens_per_s=each * sum(one.prompt for one in workload.requests) / full.prefill_s,
+        output_tokens_per_s=each * sum(one.output for one in workload.requests) / (full.seconds - full.prefill_s),
+        step_s=(alone.seconds - alone.prefill_s) / _RATE_STEPS,
+    )
 
 
 def _obstacle(config: BatchConfig, arguments: Mapping[str, object], *, on_cpu: bool) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.partial_output import PartialOutput
+from sgl_batch.core.plan_rates import PlanRates
 from sgl_batch.engine import line_channel
 from sgl_batch.engine.line_channel import LineClient, serve_lines
 from sgl_batch.engine.line_frames import (
@@ -345,6 +346,21 @@ def test_a_connection_that_ends_within_a_message_has_ended():
         theirs.close()
         assert await frames.read() is None
         frames.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_says_with_its_readiness_what_its_plan_predicts():
+    async def run() -> None:
+        front, worker = await connect()
+        ready = Ready(
+            served_model_names=("tiny",),
+            plan_rates=PlanRates(prompt_tokens_per_s=200.0, output_tokens_per_s=30.5, step_s=0.01),
+        )
+        await worker.send(ready)
+        assert await front.read() == ready
+        worker.close()
+        front.close()
 
     asyncio.run(run())
 

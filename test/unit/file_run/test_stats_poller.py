@@ -15,6 +15,7 @@ class SlowStats:
     """Answers when released; counts the calls, and notes a cancellation."""
 
     served_model_names = ("tiny",)
+    plan_rates = None
 
     def __init__(self):
         self.may_answer = asyncio.Event()

@@ -33,6 +33,8 @@ async def at_once(body: Mapping[str, object]) -> None:
 class InMemoryEngine:
     """Implements LineEngine. `before` may wait, raise, or give another response than the usual one."""
 
+    plan_rates = None
+
     def __init__(self, before: Before = at_once, served_model_names: tuple[str, ...] = ("tiny",)) -> None:
         self.served_model_names = served_model_names
         self.num_running = 0

@@ -8,12 +8,14 @@ import made_profiles as made
 import pytest
 
 from sgl_batch.config import BatchConfig, from_mapping
+from sgl_batch.core.plan_rates import Load
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import EXCLUSIVE, INCLUSIVE
 from sgl_batch.planner.followed_run import Room
 from sgl_batch.planner.search import MemoryMap
 from sgl_batch.planner.workload import parse_workload
-from sgl_batch.startup.start_plan import PlanInputs, asked_workload, choose
+from sgl_batch.startup.plan_inputs import plan_rates
+from sgl_batch.startup.start_plan import PlanInputs, asked_workload, choose, conservative
 
 ROOM = MemoryMap(phases={}, room=Room(device=100_000, store=200_000))
 LIMITS = {"b_attn_prefill", "b_moe_prefill", "b_attn_decode", "b_moe_decode"}
@@ -112,3 +114,13 @@ def test_a_workload_that_cannot_be_read_is_refused_as_by_the_plan_command():
     assert asked_workload(from_mapping({"workload": "8:4x2"})).count == 2
     with pytest.raises(ConfigError, match="--workload is 'many'; it takes PROMPT:OUTPUTxCOUNT"):
         asked_workload(from_mapping({"workload": "many"}))
+
+
+def test_the_rates_of_a_plan_predict_other_batches_about_as_the_plan_does():
+    plan = planned("64:32x64", b_moe_decode=64)
+    rates = plan_rates(plan)
+    few = rates.seconds(Load(prompt_tokens=64, output_tokens=32, longest_output=32))
+    assert few == pytest.approx(plan.predict(parse_workload("64:32x1")).seconds, rel=0.2)
+    many = rates.seconds(Load(prompt_tokens=64 * 5000, output_tokens=32 * 5000, longest_output=32))
+    assert many == pytest.approx(plan.predict(parse_workload("64:32x5000")).seconds, rel=0.1)
+    assert plan_rates(conservative(BatchConfig(), "there is no profile")) is None

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+from sgl_batch.core.plan_rates import Load
 from sgl_batch.jobs.batch_service.fair_share import JobShare, weight_of
 from sgl_batch.jobs.batch_service.input_reader import InputReader
 from sgl_batch.jobs.batch_service.lifecycle import JobStatus
@@ -56,6 +57,17 @@ class ActiveJob:
     def num_to_start(self) -> int:
         """How many of its lines are neither in flight nor done."""
         return self.lines.total - self.lines.num_done - self.num_in_flight
+
+    @property
+    def load_left(self) -> Load:
+        """The estimated work of its lines that are not done, once it is validated."""
+        row, totals = self.row, self.totals
+        whole = Load(
+            prompt_tokens=row.estimated_prompt_tokens,
+            output_tokens=row.estimated_output_tokens,
+            longest_output=row.longest_output,
+        )
+        return whole.share(1 - (totals.completed + totals.failed) / max(row.total, 1))
 
     @property
     def runs(self) -> bool:

@@ -10,6 +10,7 @@ from sgl_batch.jobs.batch_service.active_job import ActiveJob
 from sgl_batch.jobs.batch_service.fair_share import weight_of
 from sgl_batch.jobs.batch_service.lifecycle import ENDED, JobStatus
 from sgl_batch.jobs.batch_service.objects import BatchObject, FileObject, StorageState
+from sgl_batch.jobs.batch_service.window_judgement import PlannedWork, by_plan, by_rate
 from sgl_batch.jobs.job_store.file_rows import FileRow
 from sgl_batch.jobs.job_store.job_rows import JobRow
 
@@ -49,9 +50,15 @@ def output_name(job: JobRow, file_id: str) -> str:
 
 
 def batch_object(
-    row: JobRow, active: ActiveJob | None, *, now: float, engine_ready: bool, storage: StorageState
+    row: JobRow,
+    active: ActiveJob | None,
+    *,
+    now: float,
+    engine_ready: bool,
+    storage: StorageState,
+    planned: PlannedWork | None = None,
 ) -> BatchObject:
-    """Return the object of a job; `active` is given while it has not ended.
+    """Return the object of a job; `active` is given while it has not ended, `planned` where the engine has a plan.
 
     Its files are named from the first line on that is committed to them.
     """
@@ -70,7 +77,7 @@ def batch_object(
         "percent": round(100 * (completed + failed) / row.total, 2) if row.total else 0.0,
     }
     if active is not None and row.status not in ENDED:
-        extra |= _progress(active, now)
+        extra |= _progress(active, now, planned)
         extra |= {"engine": "ready" if engine_ready else "absent", "storage": storage.to_json()}
     return BatchObject(
         id=row.id,
@@ -101,7 +108,7 @@ def _usage(source: ActiveJob | JobRow) -> Mapping[str, Any]:
     }
 
 
-def _progress(job: ActiveJob, now: float) -> dict[str, Any]:
+def _progress(job: ActiveJob, now: float, planned: PlannedWork | None) -> dict[str, Any]:
     shown = job.tracker.snapshot(job.num_in_flight)
     extra: dict[str, Any] = {"in_flight": job.num_in_flight, "contiguous_lines": job.lines.contiguous}
     if job.status is not JobStatus.IN_PROGRESS:
@@ -111,17 +118,9 @@ def _progress(job: ActiveJob, now: float) -> dict[str, Any]:
         "tokens_in_per_s": round(shown.tokens_in_per_s, 3),
         "tokens_out_per_s": round(shown.tokens_out_per_s, 3),
     }
-    if shown.eta_s is not None:
-        done_at, expires_at = now + shown.eta_s, job.row.expires_at
-        at_risk = done_at > expires_at
-        side = "after" if at_risk else "before"
-        text = f"at this rate the job ends {abs(expires_at - done_at):,.0f} s {side} its window"
-        if at_risk:
-            text += "; lines that are not finished by then get the error batch_expired"
-        extra |= {
-            "eta_s": round(shown.eta_s, 1),
-            "expected_completion_at": int(done_at),
-            "window_at_risk": at_risk,
-            "window_text": text,
-        }
+    if job.runs and shown.eta_s is not None:
+        extra |= by_rate(shown.eta_s, now, job.row.expires_at)
+    elif planned is not None:
+        elapsed_s = shown.elapsed_s if job.runs else 0.0
+        extra |= by_plan(planned, job.load_left, elapsed_s, now, job.row.expires_at)
     return extra

@@ -144,7 +144,15 @@ class LifecycleDriver:
         if found.faults:
             await self._move(JobStatus.FAILED, errors=_errors(found))
         else:
-            await self._move(JobStatus.IN_PROGRESS, total=found.total, model=found.model, line_offsets=found.offsets)
+            await self._move(
+                JobStatus.IN_PROGRESS,
+                total=found.total,
+                model=found.model,
+                line_offsets=found.offsets,
+                estimated_prompt_tokens=int(found.load.prompt_tokens),
+                estimated_output_tokens=int(found.load.output_tokens),
+                longest_output=found.load.longest_output,
+            )
         failpoint("driver.validation_written")
 
     async def _begin(self) -> None:

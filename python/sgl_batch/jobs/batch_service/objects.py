@@ -36,8 +36,9 @@ class BatchObject:
     the content is the lines before the first unfinished one. `errors` is None, or {object: "list", data: [{code, line,
     message, param}]}. `x_sgl_batch` holds, where known: name (metadata.name, else the input's filename), priority,
     percent, lines_per_s, tokens_in_per_s, tokens_out_per_s, eta_s, expected_completion_at, window_at_risk (bool),
-    window_text, contiguous_lines (finished lines before the first unfinished one), output_file_id and error_file_id
-    (known from the start), in_flight, seed, continue_from, engine ("ready" | "absent"), storage ({ok, message, since}).
+    window_text, judged_by (what these four are from: "rate" | "plan"), contiguous_lines (finished lines before the
+    first unfinished one), output_file_id and error_file_id (known from the start), in_flight, seed, continue_from,
+    engine ("ready" | "absent"), storage ({ok, message, since}).
     """
 
     id: str

@@ -39,6 +39,7 @@ from sgl_batch.jobs.batch_service.settings import ServiceSettings
 from sgl_batch.jobs.batch_service.storage_guard import FIRST_RETRY_S, StorageGuard
 from sgl_batch.jobs.batch_service.suspect_queue import SuspectQueue
 from sgl_batch.jobs.batch_service.uploads import FileUpload, storage_refusal
+from sgl_batch.jobs.batch_service.window_judgement import PlannedWork, planned_work
 from sgl_batch.jobs.failpoints import failpoint
 from sgl_batch.jobs.job_store.directory import JobsDirectory
 from sgl_batch.jobs.job_store.ids import is_batch_id
@@ -215,7 +216,7 @@ class BatchService:
             row = await self._store.read(lambda db: get_job(db, batch_id)) if is_batch_id(batch_id) else None
         if row is None:
             not_found("batch", batch_id)
-        return self._shown(row)
+        return self._shown(row, self._planned())
 
     async def list_batches(self, *, limit: int = 20, after: str | None = None) -> BatchPage:
         """Return one page of jobs, newest first: up to `limit` (1 to 100) of those created before the job `after`."""
@@ -224,7 +225,8 @@ class BatchService:
             await self.get_batch(after)
         with self._refusals():
             rows = await self._store.read(lambda db: list_jobs(db, limit=limit + 1, after=after))
-        return BatchPage(data=tuple(self._shown(row) for row in rows[:limit]), has_more=len(rows) > limit)
+        planned = self._planned()
+        return BatchPage(data=tuple(self._shown(row, planned) for row in rows[:limit]), has_more=len(rows) > limit)
 
     async def cancel_batch(self, batch_id: str) -> BatchObject:
         """Begin to cancel a job. Idempotent while it is `cancelling`.
@@ -238,10 +240,11 @@ class BatchService:
 
     def snapshot(self) -> ServiceSnapshot:
         """Return the state of the service at this moment. It waits for nothing and raises nothing."""
+        planned = self._planned()
         by_status = self._ended + Counter(str(job.row.status) for job in self._jobs.values())
         idle_s = min((job.tracker.snapshot().idle_s for job in self._jobs.values() if job.runs), default=None)
         return ServiceSnapshot(
-            jobs=tuple(self._shown(job.row) for job in self._jobs.values()),
+            jobs=tuple(self._shown(job.row, planned) for job in self._jobs.values()),
             jobs_by_status=dict(by_status),
             in_flight=self._dispatcher.num_in_flight,
             in_flight_bytes=self._dispatcher.in_flight_bytes,
@@ -266,7 +269,7 @@ class BatchService:
         # A job found by its key may come from a request that got 507, although its transaction was committed.
         if created.row.status not in ENDED and created.row.id not in self._jobs:
             self._begin(ActiveJob(created.row, self._clock))
-        return self._shown(created.row)
+        return self._shown(created.row, self._planned())
 
     async def _cancel(self, batch_id: str) -> BatchObject:
         now = int(self._clock())
@@ -287,7 +290,7 @@ class BatchService:
         if job is not None:
             job.changed(status=row.status, cancelling_at=row.cancelling_at)
             job.over.set()
-        return self._shown(row)
+        return self._shown(row, self._planned())
 
     def _begin(self, job: ActiveJob) -> None:
         self._jobs[job.id] = job
@@ -317,13 +320,17 @@ class BatchService:
                 except StorageError as error:
                     logger.error("expired files are kept for now: %s", error)
 
-    def _shown(self, row: JobRow) -> BatchObject:
+    def _planned(self) -> PlannedWork | None:
+        return planned_work(self._engines.current(), self._jobs.values())
+
+    def _shown(self, row: JobRow, planned: PlannedWork | None) -> BatchObject:
         return batch_object(
             row,
             self._jobs.get(row.id),
             now=self._clock(),
             engine_ready=self._engines.current() is not None,
             storage=self.storage,
+            planned=planned,
         )
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_batch.core.plan_rates import Load
 from sgl_batch.errors import RequestError
 from sgl_batch.jobs.batch_service.line_offsets import LineOffsets
 from sgl_batch.jobs.body_rules import refuse, show
 from sgl_batch.jobs.line_reader import RawLine, read_lines
+from sgl_batch.jobs.request_lengths import RequestLengths
 from sgl_batch.jobs.request_line import (
     INVALID_NUMBER,
     INVALID_UNICODE,
@@ -26,6 +28,7 @@ from sgl_batch.jobs.request_line import (
 from sgl_batch.jobs.seen_ids import SeenIds
 
 MAX_ERRORS = 100
+_MOST_TOKENS = 1 << 24  # of an output: a line that asks for more is refused when it runs
 # Codes of request_line, and the coarser codes that OpenAI's clients know.
 _CODES = {
     "line_not_an_object": "invalid_json_line",
@@ -65,12 +68,13 @@ class JobFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidatedInput:
-    """What validation found. With any fault, the job fails."""
+    """What validation found. With any fault, the job fails. `load` is estimated, with outputs at their limits."""
 
     total: int
     model: str | None
     offsets: bytes
     faults: tuple[JobFault, ...]
+    load: Load
 
 
 def validate_input(path: Path, scratch: Path, rules: ValidationRules, stop: threading.Event) -> ValidatedInput:
@@ -87,6 +91,8 @@ class _Validation:
         self._rules = rules
         self._claim_id = claim_id
         self._offsets = LineOffsets()
+        self._lengths = RequestLengths()
+        self._load = Load()
         self._faults: list[JobFault] = []
         self._model: str | None = None
         self._model_line = 0
@@ -109,7 +115,11 @@ class _Validation:
         if total == 0:
             self._add("empty_batch", "the input has only blank lines; give at least one request")
         return ValidatedInput(
-            total=total, model=self._model, offsets=self._offsets.packed(), faults=tuple(self._faults[:MAX_ERRORS])
+            total=total,
+            model=self._model,
+            offsets=self._offsets.packed(),
+            faults=tuple(self._faults[:MAX_ERRORS]),
+            load=self._load,
         )
 
     def _check(self, raw: RawLine, check: Callable[[RawLine], None]) -> None:
@@ -127,6 +137,7 @@ class _Validation:
         if url != self._rules.endpoint:
             refuse("url_mismatch", f"url is {show(url)} and the job's endpoint is {show(self._rules.endpoint)}", "url")
         self._check_model(body, raw.number)
+        self._count(body)
 
     def _check_model(self, body: dict[str, object], number: int) -> None:
         """Check that all lines ask for one model, which is served. A line that names none gets its own error later."""
@@ -144,6 +155,15 @@ class _Validation:
                 "model_mismatch",
                 f"model is {show(model)}, and {show(self._model)} in line {self._model_line}; a job has one model",
                 "model",
+            )
+
+    def _count(self, body: dict[str, object]) -> None:
+        """Add a request's lengths to the load."""
+        found = [one for one in self._lengths.requests(body) if one.output <= _MOST_TOKENS]
+        if found:
+            one, choices = found[0], len(found)
+            self._load += Load(
+                prompt_tokens=choices * one.prompt, output_tokens=choices * one.output, longest_output=one.output
             )
 
     def _add(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:

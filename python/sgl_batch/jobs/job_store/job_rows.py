@@ -12,7 +12,7 @@ NOT_ENDED = "coalesce(completed_at, failed_at, expired_at, cancelled_at) IS NULL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """A job's row. migrations/0001_files_and_jobs.sql says what the columns mean."""
+    """A job's row. The scripts in migrations/ say what the columns mean."""
 
     seq: int = 0  # given by the database
     id: str
@@ -32,6 +32,9 @@ class JobRow:
     model: str | None = None
     total: int = 0
     line_offsets: bytes | None = None
+    estimated_prompt_tokens: int = 0
+    estimated_output_tokens: int = 0
+    longest_output: int = 0
     errors: str | None = None
     completed: int = 0
     failed: int = 0

@@ -9,6 +9,7 @@ from hashlib import sha256
 
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.partial_output import PartialOutput
+from sgl_batch.core.plan_rates import PlanRates
 from sgl_batch.errors import EngineError
 
 Script = Callable[["ScriptedEngine", Mapping[str, object]], Awaitable[LineResponse | None]]
@@ -26,7 +27,10 @@ class ScriptedEngine:
 
     served_model_names = ("tiny",)
 
-    def __init__(self, script: Script = answer_at_once, generates: int = 0) -> None:
+    def __init__(
+        self, script: Script = answer_at_once, generates: int = 0, plan_rates: PlanRates | None = None
+    ) -> None:
+        self.plan_rates = plan_rates
         self.generates = generates
         self.resumed: dict[str, list[int]] = {}
         self.prompts: list[str] = []
@@ -77,7 +81,15 @@ class ScriptedEngine:
 class ScriptedSource:
     """Implements EngineSource: starts the next engine as soon as one is dead, unless it is held."""
 
-    def __init__(self, script: Script = answer_at_once, *, is_up: bool = True, generates: int = 0) -> None:
+    def __init__(
+        self,
+        script: Script = answer_at_once,
+        *,
+        is_up: bool = True,
+        generates: int = 0,
+        plan_rates: PlanRates | None = None,
+    ) -> None:
+        self._plan_rates = plan_rates
         self.engines: list[ScriptedEngine] = []
         self._generates = generates
         self._script = script
@@ -93,7 +105,7 @@ class ScriptedSource:
         if not self._up.is_set():
             return None
         if not self.engines or self.engines[-1].death.is_set():
-            self.engines.append(ScriptedEngine(self._script, self._generates))
+            self.engines.append(ScriptedEngine(self._script, self._generates, self._plan_rates))
         return self.engines[-1]
 
     async def available(self, other_than: object = None) -> ScriptedEngine:

@@ -419,6 +419,7 @@ def test_a_running_job_shows_its_progress_and_rate(tmp_path):
             assert (shown["lines_per_s"], shown["tokens_out_per_s"]) == (1.0, 5.0)
             assert (shown["eta_s"], shown["expected_completion_at"]) == (1.0, int(clock.now) + 1)
             assert (shown["window_at_risk"], shown["storage"]["ok"]) == (False, True)
+            assert shown["judged_by"] == "rate"
             snapshot = service.snapshot()
             assert (snapshot.in_flight, snapshot.jobs_by_status, snapshot.engine_ready) == (1, {"in_progress": 1}, True)
             assert (snapshot.counters["lines_completed"], snapshot.finished_s_ago) == (30, 30.0)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from running_service import line
 
+from sgl_batch.core.plan_rates import Load
 from sgl_batch.jobs.batch_service.line_offsets import LineOffsets
 from sgl_batch.jobs.batch_service.validation import StoppedError, ValidationRules, validate_input
 from sgl_batch.jobs.line_reader import read_lines
@@ -127,3 +128,15 @@ def test_reading_can_start_near_any_line(tmp_path):
         rest = list(read_lines(path, 1000, offsets.before(index)))
         assert rest == whole[start:]
     assert len(found.offsets) == 3 * 16
+
+
+def test_the_load_is_the_lengths_of_all_lines_that_can_be_read(tmp_path):
+    given = [
+        line("a", "x" * 40, max_tokens=7),
+        line("b", "x" * 8, max_tokens=5, n=2),
+        line("c", max_tokens=1 << 60),
+        line("d", prompt=None, max_tokens="many"),
+    ]
+    found = validate(tmp_path, given)
+    assert not found.faults
+    assert found.load == Load(prompt_tokens=10 + 2 * 2, output_tokens=7 + 2 * 5, longest_output=7)
