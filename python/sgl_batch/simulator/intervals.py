@@ -60,7 +60,8 @@ def interval_of(best: Best, requests: Requests) -> Interval:
     result, others = best.result, best.others
     other = next((one for one in others if _regime(one.setup) != _regime(result.setup)), None)
     rival = other.setup if other and result.setup.split is None else None
-    base, rival_base = _seconds(result.setup, requests), other.seconds if other else math.inf
+    part = _part(result.setup, requests)
+    base, rival_base = _seconds(result.setup, part), other.seconds if other else math.inf
     factors, known, flips = dict[tuple[str, str], float](), dict[str, Assumed](), list[str]()
     for name, end, value, change in _variants(result.setup):
         known[name] = value
@@ -70,7 +71,7 @@ def interval_of(best: Best, requests: Requests) -> Interval:
             flips.append(f"{name} {end}")
             continue
         ratio = estimate(changed, requests) / estimate(result.setup, requests)
-        factors[name, end] = ratio if abs(ratio - 1) < _LITTLE else _seconds(changed, requests) / base
+        factors[name, end] = ratio if abs(ratio - 1) < _LITTLE else _seconds(changed, part) / base
         if rival is not None:
             theirs = rival_base * _ratio(change, rival, requests)
             if theirs * _SAME < result.seconds * factors[name, end]:
@@ -97,13 +98,17 @@ def _regime(setup: Setup) -> tuple[str, Layout, Regime]:
     return setup.deployment.engine.name, setup.deployment.layout, setup.deployment.regime
 
 
-def _seconds(setup: Setup, requests: Requests) -> float:
-    """Return the seconds of a batch, or of a part of it that is long enough to compare."""
+def _part(setup: Setup, requests: Requests) -> Requests:
+    """Return a batch, or every n-th request of it, as far as that is long enough to compare times."""
     one = setup.deployment
     share = len(requests) / (one.instances * one.ranks)
     at_once = one.running_tokens / float((requests.prompts + requests.outputs).mean())
     enough = max(_LEAST, _TIMES * at_once)
-    return simulate(setup, requests.every(max(1, int(share / enough))), collapse=True).seconds
+    return requests.every(max(1, int(share / enough)))
+
+
+def _seconds(setup: Setup, requests: Requests) -> float:
+    return simulate(setup, requests, collapse=True).seconds
 
 
 def _ratio(change: Callable[[Setup], Setup], setup: Setup, requests: Requests) -> float:

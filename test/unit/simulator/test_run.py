@@ -132,6 +132,14 @@ def test_an_interval_holds_the_time_and_names_what_moves_it():
     assert set(strongest) <= set(interval.known)
 
 
+def test_an_end_that_leaves_less_memory_is_compared_with_as_many_sequences():
+    found = best_of(policies_named("sglang")[0], model_named(MODEL), cluster_named("h100x1"), ALIKE)
+    at_once = found.result.setup.deployment.running_tokens / 4000
+    # With less memory, half of them would be enough to compare.
+    many = requests_like(Workload(requests=[Request(3600, 400)], count=1), int(10 * at_once) - 1)
+    assert interval_of(found, many).factors["reserve_bytes", "high"] > 0.98
+
+
 def test_what_two_policies_assume_alike_cancels_in_their_ratio():
     alike, other = Assumed(1, 0.5, 2), Assumed(1, 0.8, 2)
     shared = Interval(low=1, high=4, factors={("a", "low"): 0.5, ("a", "high"): 2.0}, known={"a": alike})
