@@ -9,7 +9,6 @@ simulated and stands for all N.
 from __future__ import annotations
 
 import argparse
-import csv
 import resource
 import sys
 import time
@@ -19,14 +18,16 @@ from pathlib import Path
 
 import numpy as np
 from comparison.terminal import exit_code, say
+from comparison.trace_lengths import trace_lengths
 
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.errors import ConfigError
+from sgl_batch.planner.candidate import DEVICE
 from sgl_batch.planner.layouts import Layout
 from sgl_batch.simulator.cluster.deployment import Deployment, deployment
 from sgl_batch.simulator.collapsed import Collapsed
 from sgl_batch.simulator.instance import Instance
-from sgl_batch.simulator.kv_forms import DEVICE, RankMemory, make_form
+from sgl_batch.simulator.kv_forms import RankPages, make_form
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.scheduler import Ours
@@ -71,9 +72,7 @@ def drawn_requests(trace: Path, size: Size, seed: int) -> Requests:
 
     They are for the ranks by turns. Each may generate as many as the longest of the trace.
     """
-    with trace.open(encoding="utf-8") as lines:
-        rows = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(lines)]
-    lengths = np.maximum(np.array(rows, dtype=np.int64), 1)
+    lengths = np.maximum(np.array(trace_lengths(trace), dtype=np.int64), 1)
     of_rank, count = -(-size.sequences // size.ranks), size.sequences // size.stands_for
     drawn = np.random.default_rng(seed).integers(0, len(lengths), (of_rank, size.ranks // size.alike))
     found = lengths[np.repeat(drawn, size.alike // size.stands_for, axis=1).reshape(-1)[:count]]
@@ -91,7 +90,7 @@ def instance_of(deployed: Deployment, size: Size, requests: Requests, number: in
         refill_watermark=0.75,
         ready_target=size.rows * 3 // 2,
     )
-    memory = RankMemory(device=deployed.device_tokens // _PAGE)
+    memory = RankPages(device=deployed.device_tokens // _PAGE)
     every, dealt = size.simulated_ranks, range(len(requests))
     count = every // size.instances
     ranks = [

@@ -8,7 +8,6 @@ run's manifest: from the first line to the last answer, without the start of the
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import random
@@ -24,6 +23,7 @@ from typing import Any
 from comparison.figures import spread
 from comparison.kept_profile import kept_profile
 from comparison.terminal import exit_code, say
+from comparison.trace_lengths import trace_lengths
 from comparison.workload import model_config
 
 from sgl_batch.errors import ConfigError
@@ -70,9 +70,8 @@ def workload_of(text: str, trace: Path | None, context: int) -> Workload:
     if kind == "trace":
         if trace is None:
             raise ConfigError(f"the workload {text} needs --trace FILE, a CSV file of a public trace")
-        with trace.open(encoding="utf-8") as lines:
-            every = (Request(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(lines))
-            requests = list(islice((one for one in every if one.prompt + one.output <= context), int(count)))
+        every = (Request(prompt, output) for prompt, output in trace_lengths(trace))
+        requests = list(islice((one for one in every if one.prompt + one.output <= context), int(count)))
     elif kind == "tail":
         draw = random.Random(3)
         requests = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 import statistics
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+from comparison.trace_lengths import trace_lengths
 from comparison.workload import Workload
 
 from sgl_batch.errors import ConfigError
@@ -54,21 +54,6 @@ def scaled(lengths: Sequence[int], total: int) -> list[int]:
     return [max(1, round(length * factor)) for length in lengths]
 
 
-def read_trace(path: Path) -> list[tuple[int, int]]:
-    """Prompt and output tokens of each request of an Azure LLM trace. Raises ConfigError."""
-    if not path.is_file():
-        raise ConfigError(f"--trace {path} is not a file; name a CSV with ContextTokens and GeneratedTokens")
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file)
-        missing = {"ContextTokens", "GeneratedTokens"} - set(rows.fieldnames or ())
-        if missing:
-            raise ConfigError(f"--trace {path} has no column {' and no column '.join(sorted(missing))}")
-        try:
-            return [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows]
-        except ValueError as error:
-            raise ConfigError(f"--trace {path}, line {rows.line_num}: {error}") from error
-
-
 class Budget:
     """The size of one workload: the number of sequences, and the tokens of all prompts and of all outputs."""
 
@@ -99,7 +84,7 @@ class Budget:
 
     def trace(self, path: Path) -> Workload:
         """Prompts and outputs of requests drawn from a trace, each scaled to its budget."""
-        known = read_trace(path)
+        known = trace_lengths(path)
         if len(known) < self.num_prompts:
             raise ConfigError(f"--trace {path} has {len(known)} requests and --num-prompts is {self.num_prompts}")
         drawn = random.Random(self._seed).sample(known, self.num_prompts)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+
+from comparison.trace_lengths import trace_lengths
 
 from stock_binding.engines import Lengths
 
@@ -111,8 +111,5 @@ def _lopsided(outputs: Sequence[int]) -> list[int]:
 
 
 def _first_of(trace: Path, count: int) -> Lengths:
-    with trace.open(encoding="utf-8") as lines:
-        rows = ((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(lines))
-        return [
-            (max(1, prompt // _TRACE_PART), max(1, output // _TRACE_PART)) for prompt, output in islice(rows, count)
-        ]
+    rows = trace_lengths(trace)[:count]
+    return [(max(1, prompt // _TRACE_PART), max(1, output // _TRACE_PART)) for prompt, output in rows]

@@ -144,7 +144,7 @@ def _arrival(record: Record) -> Any:
 def _own(record: Record, policies: dict[str, KVPolicy]) -> Any:
     name = record["policy"]
     policy = policies.setdefault(name, POLICIES[name]())
-    plan = _plan(record["plan"])
+    plan = plan_of(record["plan"])
     state, kv = _state(record["state"]), _kv(record["kv"], plan.page_size)
     if record["decision"] == "step":
         return plain_actions((decide.compose(state, kv, plan, policy),))
@@ -157,10 +157,11 @@ def _own(record: Record, policies: dict[str, KVPolicy]) -> Any:
 
 def _group(record: Record) -> Any:
     ranks = [_rank(rank) for rank in record["ranks"]]
-    return plain_group(decide_group(ranks, _plan(record["plan"]), Migration(record["migration"])))
+    return plain_group(decide_group(ranks, plan_of(record["plan"]), Migration(record["migration"])))
 
 
-def _plan(plain: Record) -> Plan:
+def plan_of(plain: Record) -> Plan:
+    """Return a plan that was written with `Plan.as_dict`."""
     phases = {name: PhasePlan(**plain[name]) for name in ("prefill", "decode")}
     return Plan(**{**plain, **phases})
 

@@ -320,5 +320,4 @@ def _together(parts: Sequence[Prompts]) -> Prompts:
         count=sum(one.count for one in parts),
         tokens=sum(one.tokens for one in parts),
         pairs=sum(one.pairs for one in parts),
-        copied=sum(one.copied for one in parts),
     )

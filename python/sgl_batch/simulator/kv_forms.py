@@ -11,22 +11,19 @@ from typing import Protocol
 
 from sgl_batch.core.admission import Admission, reserve
 from sgl_batch.core.admission_policy import RESERVE, AdmissionPolicy
-from sgl_batch.core.decode_streaming import StreamingChoice
 from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy, Overflowing
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.replay import POLICIES
 from sgl_batch.core.residency import pages_to_run
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 from sgl_batch.errors import ConfigError
-
-# Names of KV policies, as records of decisions have them (core/replay).
-DEVICE, INCLUSIVE, EXCLUSIVE, STREAMED = "device", "inclusive", "exclusive", "streamed"
-FORMS = (DEVICE, "overflowing", INCLUSIVE, STREAMED, "streamed by choice", EXCLUSIVE, "exclusive on device")
+from sgl_batch.planner.candidate import STREAMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
+class RankPages:
     """Pages of KV that a rank has: on its device, and in the store or, without one, in its overflow file."""
 
     device: int
@@ -54,8 +51,8 @@ class KVForm(Protocol):
     def admit(self, unit: Admission, plan: Plan, pages: int | None) -> None:
         """Reserve the pages of a unit that is prefilled. `pages`: those that it keeps on the device."""
 
-    def prefilled(self, sequence: SequenceState) -> int:
-        """Note where the KV of a prompt lies now; return the tokens that were copied beside the pass."""
+    def prefilled(self, sequence: SequenceState) -> None:
+        """Note where the KV of a prompt lies now. What leaves for the store meanwhile is in the cost of the pass."""
 
     def leave(self, sequences: Sequence[SequenceState]) -> int:
         """Take sequences off the device, as far as there is room for them; return the tokens copied meanwhile."""
@@ -97,7 +94,7 @@ class DeviceForm:
     streams = loses = False
     store_free = 0
 
-    def __init__(self, memory: RankMemory, page_size: int, admission: AdmissionPolicy = RESERVE) -> None:
+    def __init__(self, memory: RankPages, page_size: int, admission: AdmissionPolicy = RESERVE) -> None:
         self.device = self.admission = PageLedger(memory.device, page_size, policy=admission)
         self.policy: KVPolicy = Overflowing() if admission.grows else DeviceOnly()
         self._file_pages, self._in_file = memory.store, dict[str, int]()
@@ -105,8 +102,8 @@ class DeviceForm:
     def admit(self, unit: Admission, plan: Plan, pages: int | None) -> None:
         reserve(unit, self.device, held=0, new=0, plan=plan)
 
-    def prefilled(self, sequence: SequenceState) -> int:
-        return 0
+    def prefilled(self, sequence: SequenceState) -> None:
+        """It lies on the device."""
 
     def leave(self, sequences: Sequence[SequenceState]) -> int:
         copied = 0
@@ -161,7 +158,7 @@ class InclusiveForm:
     store_free = 0
 
     def __init__(
-        self, memory: RankMemory, page_size: int, admission: AdmissionPolicy, policy: KVPolicy, *, streams: bool = False
+        self, memory: RankPages, page_size: int, admission: AdmissionPolicy, policy: KVPolicy, *, streams: bool = False
     ) -> None:
         self.device = PageLedger(memory.device, page_size)
         self.admission = PageLedger(memory.store, page_size, policy=admission)
@@ -170,8 +167,8 @@ class InclusiveForm:
     def admit(self, unit: Admission, plan: Plan, pages: int | None) -> None:
         reserve(unit, self.admission, held=0, new=0, plan=plan)
 
-    def prefilled(self, sequence: SequenceState) -> int:
-        return sequence.kv_tokens
+    def prefilled(self, sequence: SequenceState) -> None:
+        """It lies in the store."""
 
     def leave(self, sequences: Sequence[SequenceState]) -> int:
         for one in sequences:
@@ -213,7 +210,7 @@ class ExclusiveForm:
 
     streams = loses = False
 
-    def __init__(self, memory: RankMemory, page_size: int, policy: KVPolicy) -> None:
+    def __init__(self, memory: RankPages, page_size: int, policy: KVPolicy) -> None:
         self.device = PageLedger(memory.device, page_size)
         self.admission = PageLedger(memory.device, page_size, overflow_pages=memory.store)
         self.policy = policy
@@ -228,8 +225,9 @@ class ExclusiveForm:
         if pages is not None:
             self.device.reserve(unit.leader.sequence_id, pages)
 
-    def prefilled(self, sequence: SequenceState) -> int:
-        return 0 if self.device.holds(sequence.sequence_id) else self._to_store([sequence])
+    def prefilled(self, sequence: SequenceState) -> None:
+        if not self.device.holds(sequence.sequence_id):
+            self._to_store([sequence])
 
     def leave(self, sequences: Sequence[SequenceState]) -> int:
         for one in sequences:
@@ -275,17 +273,13 @@ class ExclusiveForm:
         return _first_pages(sequence, self.admission, plan)
 
 
-def make_form(name: str, memory: RankMemory, page_size: int, admission: AdmissionPolicy = RESERVE) -> KVForm:
+def make_form(name: str, memory: RankPages, page_size: int, admission: AdmissionPolicy = RESERVE) -> KVForm:
     """Return the KV of a rank by the name of its form. `admission` is the rank's own. Raises ConfigError."""
-    match name:
-        case "device" | "overflowing":
-            return DeviceForm(memory, page_size, admission)
-        case "inclusive":
-            return InclusiveForm(memory, page_size, admission, Inclusive())
-        case "streamed":
-            return InclusiveForm(memory, page_size, admission, Streamed(), streams=True)
-        case "streamed by choice":
-            return InclusiveForm(memory, page_size, admission, Streamed(StreamingChoice()))
-        case "exclusive" | "exclusive on device":
-            return ExclusiveForm(memory, page_size, Exclusive(to_store=name == EXCLUSIVE))
-    raise ConfigError(f"the form of KV is {name!r}; it is one of {', '.join(FORMS)}")
+    if name not in POLICIES:
+        raise ConfigError(f"the form of KV is {name!r}; it is one of {', '.join(POLICIES)}")
+    match POLICIES[name]():
+        case Exclusive() as policy:
+            return ExclusiveForm(memory, page_size, policy)
+        case (Inclusive() | Streamed()) as policy:
+            return InclusiveForm(memory, page_size, admission, policy, streams=name == STREAMED)
+    return DeviceForm(memory, page_size, admission)

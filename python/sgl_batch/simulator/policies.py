@@ -14,7 +14,7 @@ from sgl_batch.simulator.cluster.engine_settings import EngineSettings
 from sgl_batch.simulator.cluster.engines import BATCHGEN, DEEPSPEED, FLEXGEN, MOE_LIGHTNING, SGLANG, SGLANG_SLICED, VLLM
 from sgl_batch.simulator.collapsed import Collapsed
 from sgl_batch.simulator.instance import Instance
-from sgl_batch.simulator.kv_forms import KVForm, RankMemory, make_form
+from sgl_batch.simulator.kv_forms import KVForm, RankPages, make_form
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.rivals.lazy_pages import LazyPages, TokenRatio
@@ -129,7 +129,7 @@ def make_instance(
 def _our_form(deployment: Deployment) -> KVForm:
     regime = deployment.regime
     kv = STREAMED if regime.runs_from_store else regime.kv
-    return make_form(kv, RankMemory(device=pages(deployment.device_tokens), store=pages(deployment.store_tokens)), PAGE)
+    return make_form(kv, RankPages(device=pages(deployment.device_tokens), store=pages(deployment.store_tokens)), PAGE)
 
 
 def _our_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:
@@ -176,7 +176,7 @@ def _vllm_choices(deployment: Deployment, prompt: float, whole: float) -> Sequen
 
 def _block_form(deployment: Deployment) -> KVForm:
     """Return pages of the tier whose KV limits a block; a sequence holds all that it may need."""
-    return make_form(DEVICE, RankMemory(device=pages(deployment.running_tokens)), PAGE)
+    return make_form(DEVICE, RankPages(device=pages(deployment.running_tokens)), PAGE)
 
 
 def _block_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:

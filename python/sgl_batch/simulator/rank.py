@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from sgl_batch.core import growth
 from sgl_batch.core.actions import (
-    Abort,
     Action,
     BeginInterval,
     Chunk,
@@ -53,15 +52,11 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What a rank computes of prompts in one pass: how many, their tokens, and pairs of tokens that look at each other.
-
-    `copied`: tokens whose KV leaves for the store beside the pass.
-    """
+    """What a rank computes of prompts in one pass: how many, their tokens, and pairs of a token and one it looks at."""
 
     count: int = 0
     tokens: int = 0
     pairs: int = 0
-    copied: int = 0
 
 
 class SimulatedRank:
@@ -226,10 +221,6 @@ class SimulatedRank:
                 self.form.stream(on=on)
             case BeginInterval() | Idle():
                 self.begin_interval()
-            case Abort(sequences=sequences):
-                for sequence in sequences:
-                    self.queue.take(sequence)
-                    self.tally.refused += 1
             case _:
                 assert isinstance(action, Sync), f"{type(action).__name__} is not simulated"
         return 0, 0
@@ -304,7 +295,7 @@ class SimulatedRank:
     def prefill(self, action: Prefill) -> Prompts:
         """Admit the units of a group, and return what the pass computes; `prefilled` ends it."""
         self._filling = True
-        pairs = copied = again = 0
+        pairs = again = 0
         pages = action.on_device or (None,) * len(action.units)
         for unit, kept in zip(action.units, pages, strict=True):
             sequence = unit.leader
@@ -313,12 +304,12 @@ class SimulatedRank:
             combine([sequence], Event.COMBINE_PREFILL, "")
             sequence.computed_tokens = sequence.kv_tokens
             pairs += pairs_of(sequence.kv_tokens)
-            copied += self.form.prefilled(sequence)
+            self.form.prefilled(sequence)
             again += min(sequence.lost_tokens, sequence.kv_tokens)
         tokens = sum(unit.leader.prefill_rows for unit in action.units)
         self.tally.again += again
         self.tally.prompt_tokens += tokens - again
-        return Prompts(count=len(action.units), tokens=tokens, pairs=pairs, copied=copied)
+        return Prompts(count=len(action.units), tokens=tokens, pairs=pairs)
 
     def prefilled(self, sequences: Iterable[SequenceState]) -> None:
         """Give each prompt that a pass has completed its first token."""
@@ -347,8 +338,9 @@ class SimulatedRank:
         sequence.computed_tokens = end
         whole = end >= sequence.kv_tokens
         self.begun = None if whole else sequence
-        copied = self.form.prefilled(sequence) if whole else 0
-        return Prompts(count=1, tokens=chunk.tokens, pairs=pairs_of(end, chunk.start), copied=copied)
+        if whole:
+            self.form.prefilled(sequence)
+        return Prompts(count=1, tokens=chunk.tokens, pairs=pairs_of(end, chunk.start))
 
     @property
     def steps_to_boundary(self) -> int:

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from sgl_batch.core.admission_policy import AdmissionPolicy
-from sgl_batch.core.plan import PhasePlan, Plan
+from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import Migration
+from sgl_batch.core.replay import plan_of
 from sgl_batch.core.sequence import Status
 from sgl_batch.errors import ConfigError
+from sgl_batch.planner.candidate import DEVICE
 from sgl_batch.simulator.instance import Instance
-from sgl_batch.simulator.kv_forms import DEVICE, RankMemory, make_form
+from sgl_batch.simulator.kv_forms import RankPages, make_form
 from sgl_batch.simulator.machine_costs import MachineCosts
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
@@ -44,7 +46,7 @@ class RecordedRun:
 
     plan: Plan
     form: str
-    memory: RankMemory
+    memory: RankPages
     request_slots: int
     migration: Migration
     requests: Requests
@@ -68,12 +70,12 @@ def read_run(events: Sequence[Event], outputs: Mapping[str, int] | None = None) 
     if any(row["prompt_group"] is not None for _, row in rows):
         raise ConfigError("the trace has requests with several choices, which are not simulated")
     lengths = [(outputs or {}).get(row["sequence_id"], row["max_new_tokens"]) for _, row in rows]
-    plain, state = decisions[0]["plan"], (own[0] if own else groups[0]["ranks"][0])["state"]
+    state = (own[0] if own else groups[0]["ranks"][0])["state"]
     ranks = len(groups[0]["ranks"]) if groups else 1
     return RecordedRun(
-        plan=Plan(**{**plain, **{name: PhasePlan(**plain[name]) for name in ("prefill", "decode")}}),
+        plan=plan_of(decisions[0]["plan"]),
         form=str(own[0]["policy"]) if own else DEVICE,
-        memory=_memory(own[0]["kv"]) if own else RankMemory(device=int(groups[0]["ranks"][0]["total_pages"])),
+        memory=_memory(own[0]["kv"]) if own else RankPages(device=int(groups[0]["ranks"][0]["total_pages"])),
         request_slots=int(state["slots"]),
         migration=Migration(groups[0]["migration"]) if groups else Migration.NEVER,
         requests=Requests(
@@ -96,11 +98,11 @@ def _arrivals(decisions: Iterable[Event]) -> dict[str, tuple[int, Event]]:
     return first
 
 
-def _memory(kv: Event) -> RankMemory:
+def _memory(kv: Event) -> RankPages:
     """Return the pages of a rank. Without a store, its overflow file grows as it must."""
     admission = kv["admission"]
     without = _FILE_PAGES if admission["is_device"] else int(admission["total_pages"])
-    return RankMemory(device=int(kv["device"]["total_pages"]), store=int(admission["overflow_pages"]) or without)
+    return RankPages(device=int(kv["device"]["total_pages"]), store=int(admission["overflow_pages"]) or without)
 
 
 def simulated(run: RecordedRun, costs: MachineCosts, admission: Mapping[int, AdmissionPolicy]) -> Instance:

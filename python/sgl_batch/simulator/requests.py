@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_batch.core.sequence import SequenceState
-from sgl_batch.planner.workload import Workload
 
 Numbers = npt.NDArray[np.int64]
 
@@ -45,18 +44,6 @@ class Requests:
             prompt_tokens=int(self.prompts[number]),
             max_new_tokens=int(self.most[number]),
         )
-
-
-def requests_of(workload: Workload, *, most: int | None = None) -> Requests:
-    """Return the sequences of a workload: its requests in order, again from the first where it stands for more.
-
-    `most`: tokens that each may generate; None for exactly those that it will generate.
-    """
-    lengths = np.array([(one.prompt, one.output) for one in workload.requests], dtype=np.int64)
-    lengths = lengths[np.arange(workload.count) % len(lengths)]
-    outputs = lengths[:, 1]
-    limits = outputs if most is None else np.maximum(outputs, most)
-    return Requests(prompts=lengths[:, 0], outputs=outputs, most=limits)
 
 
 class RankQueue(Sequence[SequenceState]):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from several_ranks.workloads import Budget, quantile_index, read_trace, scaled, tail_lengths
+from comparison.trace_lengths import trace_lengths
+from several_ranks.workloads import Budget, quantile_index, scaled, tail_lengths
 
 from sgl_batch.errors import ConfigError
 
@@ -85,14 +86,14 @@ def test_a_file_that_is_no_trace_is_refused_with_the_fault(tmp_path, text, fault
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(ConfigError, match=fault):
-        read_trace(path)
+        trace_lengths(path)
 
 
 def test_a_trace_that_is_too_short_or_missing_is_named(trace, tmp_path):
     with pytest.raises(ConfigError, match="has 200 requests and --num-prompts is 300"):
         budget(num_prompts=300).trace(trace)
     with pytest.raises(ConfigError, match="is not a file"):
-        read_trace(tmp_path / "nowhere.csv")
+        trace_lengths(tmp_path / "nowhere.csv")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.planner.pass_cost import PassTime
 from sgl_batch.simulator.instance import Instance
-from sgl_batch.simulator.kv_forms import KVForm, RankMemory, make_form
+from sgl_batch.simulator.kv_forms import KVForm, RankPages, make_form
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.scheduler import Ours, Scheduler
@@ -82,13 +82,13 @@ def instance(
     *,
     form: str = "device",
     ranks: int = 1,
-    memory: RankMemory | None = None,
+    memory: RankPages | None = None,
     admission: str = "reserve",
     costs: LineCosts | None = None,
     migration: Migration = Migration.EVEN,
     scheduler: Scheduler | None = None,
 ) -> Instance:
-    memory = memory or RankMemory(device=60, store=200)
+    memory = memory or RankPages(device=60, store=200)
     made = []
     for rank in range(ranks):
         kv: KVForm = make_form(form, memory, in_force.page_size, make_admission(admission, on_cpu=True))
@@ -108,7 +108,7 @@ class Recorded:
 
     def next(self, state, kv, in_force):
         if self._ours is None:
-            self._ours = Ours(make_form(self._form, RankMemory(device=1, store=1), PAGE).policy)
+            self._ours = Ours(make_form(self._form, RankPages(device=1, store=1), PAGE).policy)
         observed = Observed(state, kv)
         actions = self._ours.next(observed.state, observed.kv, in_force)
         record = observed.record(in_force, self._ours.policy.name, actions)

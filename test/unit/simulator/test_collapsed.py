@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from linear_costs import LinearCosts, plan
 
+from sgl_batch.planner.candidate import DEVICE
 from sgl_batch.simulator.collapsed import Collapsed
 from sgl_batch.simulator.instance import Instance
-from sgl_batch.simulator.kv_forms import DEVICE, RankMemory, make_form
+from sgl_batch.simulator.kv_forms import RankPages, make_form
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.scheduler import Ours
@@ -28,7 +29,7 @@ def _seconds(copies: int, stands_for: int) -> float:
             asked,
             range(rank, len(lengths), count),
             the_plan,
-            make_form(DEVICE, RankMemory(device=300), the_plan.page_size),
+            make_form(DEVICE, RankPages(device=300), the_plan.page_size),
             request_slots=64,
         )
         for rank in range(count)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.core.replay import replay_trace
 from sgl_batch.simulator.instance import Instance
-from sgl_batch.simulator.kv_forms import RankMemory, make_form
+from sgl_batch.simulator.kv_forms import RankPages, make_form
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.scheduler import Ours
 
@@ -62,7 +62,7 @@ def test_every_sequence_ends_in_every_form_of_kv(form, admission, ranks):
 def test_tokens_and_pages_are_conserved(lengths, form, ranks, pages, spare, mix, migration):
     asked = made.requests(lengths, spare=spare)
     mix = 0 if ranks > 1 else mix
-    memory = RankMemory(device=pages, store=4 * pages)
+    memory = RankPages(device=pages, store=4 * pages)
     run = made.instance(
         asked,
         made.plan(mix=mix),
@@ -136,7 +136,7 @@ def test_a_pass_lasts_as_long_as_its_busiest_rank():
 
 def test_more_of_one_sequence_than_memory_is_refused():
     asked = made.requests([(16, 16), (2000, 16), (16, 16)])
-    run = made.instance(asked, made.plan(), memory=RankMemory(device=20))
+    run = made.instance(asked, made.plan(), memory=RankPages(device=20))
     run.run()
     assert run.ranks[0].tally.finished == 2
     assert run.ranks[0].tally.refused == 1
@@ -144,7 +144,7 @@ def test_more_of_one_sequence_than_memory_is_refused():
 
 def test_sequences_that_arrive_later_run_later():
     asked, plan = made.requests([(16, 16)] * 4), made.plan()
-    rank = SimulatedRank(asked, [0, 1], plan, make_form("device", RankMemory(device=60), made.PAGE), request_slots=64)
+    rank = SimulatedRank(asked, [0, 1], plan, make_form("device", RankPages(device=60), made.PAGE), request_slots=64)
     later = [(0.5, 2), (1.0, 3)]
 
     def arrive(now: float) -> float:

@@ -10,7 +10,7 @@ import pytest
 from sgl_batch.core.admission_policy import RESERVE
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.pass_cost import PassTime
-from sgl_batch.simulator.kv_forms import RankMemory
+from sgl_batch.simulator.kv_forms import RankPages
 from sgl_batch.simulator.recorded import read_run, running_over_time, simulated
 
 
@@ -82,4 +82,4 @@ def test_running_sequences_over_time_are_those_that_the_trace_says():
 
 def test_memory_is_what_the_records_say():
     _, events, _ = recorded("device", [(16, 40)])
-    assert read_run(events).memory == RankMemory(device=60, store=1 << 40)
+    assert read_run(events).memory == RankPages(device=60, store=1 << 40)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from linear_costs import PAGE, plan, requests, run_checked, total
 
 from sgl_batch.core.admission_policy import RESERVE
-from sgl_batch.simulator.kv_forms import DEVICE, RankMemory, make_form
+from sgl_batch.planner.candidate import DEVICE
+from sgl_batch.simulator.kv_forms import RankPages, make_form
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.rivals.lazy_pages import LazyPages, TokenRatio
@@ -24,7 +25,7 @@ def ranks_of(
 ) -> list[SimulatedRank]:
     def form():
         if policy == "block":
-            return make_form(DEVICE, RankMemory(device=pages), PAGE)
+            return make_form(DEVICE, RankPages(device=pages), PAGE)
         return LazyPages(pages, PAGE, TokenRatio(conservativeness) if policy == "prefill first" else RESERVE)
 
     numbers = range(len(given_requests))

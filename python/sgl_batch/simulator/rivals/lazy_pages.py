@@ -91,8 +91,8 @@ class LazyPages:
     def admit(self, unit: Admission, plan: Plan, pages: int | None) -> None:
         self.device.reserve(unit.leader.sequence_id, pages_ahead(unit.leader, self.device, plan))
 
-    def prefilled(self, sequence: SequenceState) -> int:
-        return 0
+    def prefilled(self, sequence: SequenceState) -> None:
+        """It lies on the device."""
 
     def leave(self, sequences: Sequence[SequenceState]) -> int:
         return 0

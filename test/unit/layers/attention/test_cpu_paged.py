@@ -234,14 +234,18 @@ def test_attention_of_another_kind_is_refused_by_name(mode, fields, named):
         paged.attend(mode, {0: (3, 4)})
 
 
-@pytest.mark.parametrize("mode", [DECODE, EXTEND], ids=["decode", "extend"])
-def test_an_argument_that_we_do_not_know_is_refused_unless_it_is_none(mode):
-    paged = PagedSequences([4])
+def _fourth_token(mode):
+    """Return a sequence of which three tokens are written, and what computes the fourth: forward, batch and spans."""
+    paged, spans = PagedSequences([4]), {0: (3, 4)}
     paged.write([3])
-    spans = {0: (3, 4)}
     batch = paged.batch(mode, spans)
     paged.backend.init_forward_metadata(batch)
-    forward = paged.backend.forward_decode if mode.is_decode() else paged.backend.forward_extend
+    return paged, paged.backend.forward_decode if mode.is_decode() else paged.backend.forward_extend, batch, spans
+
+
+@pytest.mark.parametrize("mode", [DECODE, EXTEND], ids=["decode", "extend"])
+def test_an_argument_that_we_do_not_know_is_refused_unless_it_is_none(mode):
+    paged, forward, batch, spans = _fourth_token(mode)
     assert close(forward(*paged.rows(spans), paged.layer, batch, rope=None), paged.expected(spans))
     with pytest.raises(ConfigError, match=r"this model asks for rope$"):
         forward(*paged.rows(spans), paged.layer, batch, rope=torch.zeros(4))
@@ -249,12 +253,7 @@ def test_an_argument_that_we_do_not_know_is_refused_unless_it_is_none(mode):
 
 @pytest.mark.parametrize("mode", [DECODE, EXTEND], ids=["decode", "extend"])
 def test_queries_may_have_a_row_for_each_head(mode):
-    paged = PagedSequences([4])
-    paged.write([3])
-    spans = {0: (3, 4)}
-    batch = paged.batch(mode, spans)
-    paged.backend.init_forward_metadata(batch)
-    forward = paged.backend.forward_decode if mode.is_decode() else paged.backend.forward_extend
+    paged, forward, batch, spans = _fourth_token(mode)
     q, k, v = paged.rows(spans)
     assert close(forward(q.view(-1, HEAD_DIM), k, v, paged.layer, batch), paged.expected(spans))
 
