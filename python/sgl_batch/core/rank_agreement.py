@@ -19,6 +19,8 @@ from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan, num_expert_calls
 from sgl_batch.core.sequence import SequenceState
 
+# How many queued sequences a rank sends at a boundary: enough for any prefill group, and few of a queue of millions.
+MOST_QUEUED = 2048
 # More pages than any account has.
 _NOTHING_MOVES = 1 << 62
 

@@ -7,11 +7,8 @@ import msgspec
 from sgl_batch.core.actions import Prefill, Refill
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
-from sgl_batch.core.rank_agreement import GroupDecision, GroupStep, Movable, RankState, StepKind
+from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupDecision, GroupStep, Movable, RankState, StepKind
 from sgl_batch.core.sequence import SequenceState, Status
-
-# How many queued sequences a rank sends at a boundary: enough for any prefill group, and few of a queue of millions.
-MOST_QUEUED = 2048
 
 
 class HeaderMessage(msgspec.Struct, tag="header", array_like=True, frozen=True):

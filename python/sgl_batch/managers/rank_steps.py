@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission, note_expected
-from sgl_batch.core.rank_agreement import GroupStep, Move, RankHeader, RankState, StepKind, rank_is_due
+from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupStep, Move, RankHeader, RankState, StepKind, rank_is_due
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
-from sgl_batch.managers.rank_messages import MOST_QUEUED, BoundaryActions, StateMessage, message_of
+from sgl_batch.managers.rank_messages import BoundaryActions, StateMessage, message_of
 from sgl_batch.managers.rank_migration import RankMigration
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from sgl_batch.core import growth
 from sgl_batch.core.actions import (
@@ -27,7 +28,7 @@ from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import combine, migrate, yield_
-from sgl_batch.core.rank_agreement import Movable, RankHeader, RankState, rank_is_due
+from sgl_batch.core.rank_agreement import MOST_QUEUED, Movable, RankHeader, RankState, rank_is_due
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequencesView
 from sgl_batch.simulator.decode_group import DecodeGroup, Returning
@@ -173,7 +174,7 @@ class SimulatedRank:
         state, kv = self.state(), self.kv_state()
         ledger = self.form.admission
         if ledger.policy.grows:
-            for sequence in state.queued:
+            for sequence in islice(state.queued, MOST_QUEUED):
                 note_expected(Admission(leader=sequence), ledger.policy)
         can_leave: tuple[list[Movable], list[Movable]] = [], []
         if movable:
