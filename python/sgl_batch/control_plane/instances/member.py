@@ -1,0 +1,56 @@
+"""Owns what the pool needs of one instance, as a Protocol; `ray_actor` and `ray_member` give it over Ray."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sgl_batch.control_plane.instances.messages import Lot, Poll, Report
+from sgl_batch.errors import SglBatchError
+
+
+class MemberLost(SglBatchError):
+    """The instance is gone for good: its process or its node has ended. No line of it is to blame."""
+
+
+class Member(Protocol):
+    """One incarnation of one instance, seen from the pool. All methods raise MemberLost once it is gone.
+
+    Attributes:
+        name: Of the instance; it stays when another incarnation replaces this one.
+        incarnation: Counts its incarnations.
+        node: Where it runs, for people.
+    """
+
+    name: str
+    incarnation: int
+    node: str
+
+    async def submit(self, lot: Lot) -> bool:
+        """Give it lines. Returns False where no engine is ready: then it has taken none.
+
+        A line whose key it has already, in its engine or among the answers, is not computed again.
+        """
+        ...
+
+    async def poll(self, poll: Poll) -> Report:
+        """Return what is new."""
+        ...
+
+    async def take_back(self, count: int) -> tuple[str, ...]:
+        """Take back up to so many lines of which it has no tokens yet, the last ones first. Returns their keys.
+
+        It gives no answer to them any more, unless it has one already: then their keys are not returned.
+        """
+        ...
+
+    async def cancel(self, keys: tuple[str, ...]) -> None:
+        """Abort lines whose answers are not wanted any more."""
+        ...
+
+    async def known(self) -> tuple[str, ...]:
+        """Return the keys of the lines that its engine computes now."""
+        ...
+
+    async def stop(self) -> None:
+        """End its engine and its process. It keeps the answers that were not acknowledged on its disk."""
+        ...
