@@ -8,12 +8,12 @@ from sgl_batch.control_plane.instances.messages import Lot, Poll, Report
 from sgl_batch.errors import SglBatchError
 
 
-class MemberLost(SglBatchError):
+class MemberLostError(SglBatchError):
     """The instance is gone for good: its process or its node has ended. No line of it is to blame."""
 
 
 class Member(Protocol):
-    """One incarnation of one instance, seen from the pool. All methods raise MemberLost once it is gone.
+    """One incarnation of one instance, seen from the pool. All methods raise MemberLostError once it is gone.
 
     Attributes:
         name: Of the instance; it stays when another incarnation replaces this one.

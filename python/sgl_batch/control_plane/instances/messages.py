@@ -1,4 +1,4 @@
-"""Owns the messages between the pool and an instance. They cross Ray as bytes (MessagePack), never as pickles of ours."""
+"""Owns the messages between the pool and an instance. They cross Ray as bytes (MessagePack), not as pickles of ours."""
 
 from __future__ import annotations
 
