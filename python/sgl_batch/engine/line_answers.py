@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,6 +90,9 @@ class LineAnswers:
     def update_partial_outputs(self) -> None:
         """Put the tokens that lines have generated into their partial outputs."""
         self._manager.partial_outputs.bring_up_to_date(self._manager.rid_to_state)
+
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """It keeps no answers."""
 
     async def stats(self) -> EngineStats:
         """Return the counters since the engine started. Raises EngineError where a dead engine answers nothing."""

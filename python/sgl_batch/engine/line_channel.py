@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -114,6 +114,9 @@ class LineClient:
             del self._lines[number]
         self.num_answered += 1
         return LineResponse(status_code=answer.status_code, request_id=answer.request_id, body=unpack_body(answer.body))
+
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """It keeps no answers."""
 
     async def stats(self) -> EngineStats:
         """Return the counters since the engine started. Raises EngineError when the engine is dead."""

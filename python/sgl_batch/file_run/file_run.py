@@ -85,6 +85,7 @@ class FileRun:
         self._engine_is_dead = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_flight_bytes = 0
+        self._not_synced: list[str] = []  # request ids of answers that are perhaps not on the disk yet
         self._room = asyncio.Event()
         self._halted: tuple[RunStatus, str] | None = None
 
@@ -106,6 +107,7 @@ class FileRun:
                 await self._refiner.close()
         tick.result()
         await self._sink.write_rest()
+        await self._sync()
         stats = await self._read_stats(STATS_WAIT_S if self._halted is None else STATS_WAIT_HALTED_S)
         self._stats.abandon()
         self._display.close(self._tracker.snapshot())
@@ -171,6 +173,7 @@ class FileRun:
             self._engine_died(error)
         else:
             self._sink.answer(line, response)
+            self._not_synced.append(response.request_id)
 
     def _ended(self, line: RequestLine, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -225,8 +228,14 @@ class FileRun:
                 self._look_at(await self._read_stats(0.0))
             if now - synced_s >= SYNC_EVERY_S:
                 synced_s = now
-                await self._sink.sync()
+                await self._sync()
             self._display.update(self._tracker.snapshot(len(self._tasks)))
+
+    async def _sync(self) -> None:
+        written, self._not_synced = self._not_synced, []
+        await self._sink.sync()
+        if not self._sink.is_broken:
+            self._engine.acknowledge(written)
 
     async def _read_stats(self, wait_s: float) -> EngineStats | None:
         if self._engine_is_dead:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from sgl_batch.core.answers import EngineStats, LineResponse
@@ -48,6 +48,13 @@ class LineEngine(Protocol):
         Raises:
             EngineError: The engine is dead. Every line in flight may have killed it, unless `code` is set: then the
                 reason is known (a full disk, say) and no line is to blame.
+        """
+        ...
+
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """Say that the answers of these ids (`LineResponse.request_id`) are on the disk.
+
+        An engine that keeps answers until then need keep them no longer; for others it makes no difference.
         """
         ...
 

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -55,6 +55,9 @@ class InMemoryEngine:
             return other
         self.num_answered += 1
         return answer(url, body)
+
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """It keeps no answers."""
 
     async def stats(self) -> EngineStats:
         return EngineStats(

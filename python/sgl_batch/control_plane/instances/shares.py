@@ -8,6 +8,7 @@ from dataclasses import dataclass
 MOST_LINES = 512  # of a lot
 # No line changes its instance for less: seconds, and a share of what the slower instance has left.
 _LEAST_GAIN_S, _LEAST_GAIN = 1.0, 0.1
+_LEAST_RATE = 1e-6  # lines a second; less is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +34,11 @@ def moves(loads: Sequence[Load]) -> tuple[int, int, int] | None:
 
     Asked when no line waits any more. Instances whose rate is not known count as fast as the mean of the others.
     """
-    known = [one.rate for one in loads if one.rate > 0]
+    known = [one.rate for one in loads if one.rate >= _LEAST_RATE]
     if len(loads) < 2 or not known:
         return None
     mean = sum(known) / len(known)
-    rates = [one.rate or mean for one in loads]
+    rates = [one.rate if one.rate >= _LEAST_RATE else mean for one in loads]
     left_s = [one.lines / rate for one, rate in zip(loads, rates, strict=True)]
     source = max(range(len(loads)), key=left_s.__getitem__)
     target = min(range(len(loads)), key=left_s.__getitem__)

@@ -188,11 +188,16 @@ class Dispatcher:
 
     def _answered(self, one: LineInFlight, response: LineResponse) -> None:
         self._pace.line_answered()
-        release = partial(self._release, one.job, one.line.num_bytes)
+        committed = partial(self._committed, one, response.request_id)
         self.partial_outputs.forget((one.job.row.seq, one.line.index))
         encode = answered(one.job.id, one.line, response)
-        self._committer.submit(FinishedLine(job=one.job, index=one.line.index, encode=encode, on_committed=release))
+        self._committer.submit(FinishedLine(job=one.job, index=one.line.index, encode=encode, on_committed=committed))
         self._wake.set()
+
+    def _committed(self, one: LineInFlight, request_id: str) -> None:
+        self._release(one.job, one.line.num_bytes)
+        if self._session is not None:
+            self._session.engine.acknowledge([request_id])
 
     def _dropped(self, one: LineInFlight) -> None:
         self._release(one.job, one.line.num_bytes)

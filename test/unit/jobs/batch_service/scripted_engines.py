@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from hashlib import sha256
 
 from sgl_batch.core.answers import EngineStats, LineResponse
@@ -54,6 +54,9 @@ class ScriptedEngine:
             return await self._unless_dead(body)
         finally:
             self.in_flight.remove(prompt)
+
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """It keeps no answers."""
 
     async def stats(self) -> EngineStats:
         return EngineStats()

@@ -1,0 +1,89 @@
+"""An instance without a process: it implements the pool's Protocol `Member` in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+from sgl_batch.control_plane.instances.member import MemberLostError
+from sgl_batch.control_plane.instances.messages import Answered, EngineDeath, EngineFacts, Report, Tokens
+
+
+class ScriptedMember:
+    """Answers `rate` lines at each poll, or none; a body that contains a word of `poison` kills its engine."""
+
+    node = "here"
+
+    def __init__(self, name="a", *, incarnation=1, rate=1000, poison=(), kept=(), computing=()):
+        self.name, self.incarnation, self.rate, self.poison = name, incarnation, rate, poison
+        self.running = dict.fromkeys(computing)
+        self.answers = [Answered(number, key, 200, f"req-{key}", b'{"kept":1}') for number, key in enumerate(kept, 1)]
+        self.deaths, self.acknowledged, self.cancelled = [], [], []
+        self.lots, self.served = [], []
+        self.tokens = {}
+        self.code = None
+        self.is_lost = self.engine_is_down = False
+
+    def lose(self):
+        self.is_lost = True
+
+    def _check(self):
+        if self.is_lost:
+            raise MemberLostError("its node is gone")
+
+    async def submit(self, lot):
+        self._check()
+        if self.engine_is_down:
+            return False
+        self.lots.append([one.body for one in lot.lines])
+        self.running.update((one.key, one) for one in lot.lines)
+        return True
+
+    async def poll(self, poll):
+        await asyncio.sleep(0.002)
+        self._check()
+        self.acknowledged += poll.acknowledged
+        self.engine_is_down = False
+        for word in self.poison:
+            if any(one is not None and word in one.body for one in self.running.values()):
+                self.die(self.code)
+        for key in list(self.running)[: self.rate]:
+            line = self.running.pop(key)
+            self.served.append(key if line is None else line.body)
+            body = b'{"by":"%s"}' % self.name.encode()
+            self.answers.append(Answered(len(self.answers) + 1, key, 200, f"req-{self.name}-{key}", body))
+        return Report(
+            incarnation=self.incarnation,
+            phase="ready",
+            restarts=len(self.deaths),
+            facts=EngineFacts(("tiny",)),
+            answers=tuple(self.answers[poll.after_answer :]),
+            deaths=tuple(self.deaths[poll.after_death :]),
+            tokens=tuple(Tokens(key, 0, array("i", found).tobytes()) for key, found in self.tokens.items()),
+            in_flight=len(self.running),
+        )
+
+    def die(self, code=None):
+        self.deaths.append(EngineDeath(len(self.deaths) + 1, "killed", code, tuple(self.running)))
+        self.running.clear()
+        self.engine_is_down = True
+
+    async def take_back(self, count):
+        self._check()
+        keys = tuple(key for key in reversed(self.running) if key not in self.tokens)[:count]
+        for key in keys:
+            del self.running[key]
+        return keys
+
+    async def cancel(self, keys):
+        self._check()
+        self.cancelled += keys
+        for key in keys:
+            self.running.pop(key, None)
+
+    async def known(self):
+        self._check()
+        return tuple(self.running)
+
+    async def stop(self):
+        self.lose()

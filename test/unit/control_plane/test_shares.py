@@ -1,0 +1,41 @@
+"""How many lines an instance gets at once, and which lines change their instance."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_batch.control_plane.instances.shares import MOST_LINES, Load, lot_lines, moves
+
+
+@given(st.integers(0, 10**6), st.integers(1, 64), st.integers(0, 4096))
+def test_a_lot_has_no_more_lines_than_wait_or_than_there_is_room_for(waiting, instances, room):
+    lines = lot_lines(waiting, instances, room)
+    assert 0 <= lines <= min(waiting, room, MOST_LINES)
+    assert lines or not waiting or not room
+
+
+def test_after_a_move_both_instances_end_at_the_same_time():
+    source, target, count = moves([Load(lines=100, rate=2.0), Load(lines=500, rate=4.0)])
+    assert (source, target) == (1, 0)
+    assert abs((500 - count) / 4.0 - (100 + count) / 2.0) < 1
+
+
+def test_an_instance_whose_rate_is_not_known_counts_as_fast_as_the_others():
+    assert moves([Load(lines=400, rate=4.0), Load(lines=0, rate=0.0)]) == (0, 1, 200)
+
+
+def test_nothing_moves_where_it_would_gain_little_or_no_rate_is_known():
+    assert moves([Load(lines=100, rate=1.0), Load(lines=95, rate=1.0)]) is None
+    assert moves([Load(lines=4, rate=10.0), Load(lines=0, rate=10.0)]) is None
+    assert moves([Load(lines=100, rate=0.0), Load(lines=0, rate=0.0)]) is None
+    assert moves([Load(lines=100, rate=1.0)]) is None
+
+
+@given(st.lists(st.builds(Load, lines=st.integers(0, 5000), rate=st.floats(0, 1000)), max_size=6))
+def test_no_instance_gives_more_lines_than_it_has(loads):
+    found = moves(loads)
+    if found is not None:
+        source, target, count = found
+        assert source != target
+        assert 0 < count <= loads[source].lines
