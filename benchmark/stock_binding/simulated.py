@@ -53,6 +53,10 @@ class LineCosts:
     def of_move(self, tokens: float) -> PassTime:
         raise AssertionError("a bound sequence does not move")
 
+    def of_boundary(self) -> PassTime:
+        """Return no time: bound engines agree on nothing."""
+        return PassTime.of(COUNTED[0], 0.0, "compute")
+
 
 def simulate(lengths: Lengths, limits: Limits, costs: LineCosts) -> tuple[Account, SimulatedRank]:
     """Run a batch on one simulated engine of these limits; return what it took, and its rank with the counts."""

@@ -15,7 +15,7 @@ from sgl_batch.simulator.cluster.deployment import Deployment, feasible
 from sgl_batch.simulator.cluster.hardware import Cluster
 from sgl_batch.simulator.cluster.models import ClusterModel
 from sgl_batch.simulator.lengths import are_alike
-from sgl_batch.simulator.policies import Policy
+from sgl_batch.simulator.policies import INTERVAL, Policy
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.run import Result, Setup, Split, simulate
 from sgl_batch.simulator.work import PassWork
@@ -117,7 +117,8 @@ def estimate(setup: Setup, requests: Requests) -> float:
     decode = costs.of_pass(
         PassWork(rows=rows, kv_tokens=round(rows * (prompt + output / 2)), all_rows=rows * one.ranks)
     )
-    return prefill.seconds * share * prompt / tokens + decode.seconds * output * max(1.0, share / rows)
+    step_s = decode.seconds + costs.of_boundary().seconds / INTERVAL
+    return prefill.seconds * share * prompt / tokens + step_s * output * max(1.0, share / rows)
 
 
 def _best_ratio(policy: Policy, model: ClusterModel, cluster: Cluster, requests: Requests) -> Best:

@@ -27,3 +27,6 @@ class Collapsed:
 
     def of_move(self, tokens: float) -> PassTime:
         return self._costs.of_move(tokens)
+
+    def of_boundary(self) -> PassTime:
+        return self._costs.of_boundary()

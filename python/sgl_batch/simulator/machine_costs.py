@@ -56,6 +56,10 @@ class MachineCosts:
         """Return the time of a move through memory, as long as that of a copy to the store."""
         return self.passes.restore(tokens)
 
+    def of_boundary(self) -> PassTime:
+        """Return no time: the steps from which the profile was fitted have their boundaries in them."""
+        return PassTime.of(STEP, 0.0, OVERHEAD)
+
     def of_first_use(self, tokens: float) -> PassTime:
         """Return the time in which the kernel first provides memory for the KV of so many tokens."""
         return self.passes.new_memory(tokens)

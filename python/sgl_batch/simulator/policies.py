@@ -1,4 +1,4 @@
-"""Owns the policies that can be simulated by name, and how an instance of each is made of a deployment."""
+"""Owns the policies that can be simulated by name: whose engine each is, its KV, its decisions and its limits."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from sgl_batch.planner.candidate import DEVICE, INCLUSIVE, STREAMED
 from sgl_batch.simulator.cluster.deployment import Deployment
 from sgl_batch.simulator.cluster.engine_settings import EngineSettings
 from sgl_batch.simulator.cluster.engines import BATCHGEN, DEEPSPEED, FLEXGEN, MOE_LIGHTNING, SGLANG, SGLANG_SLICED, VLLM
-from sgl_batch.simulator.collapsed import Collapsed
-from sgl_batch.simulator.instance import Instance
 from sgl_batch.simulator.kv_forms import KVForm, RankPages, make_form
-from sgl_batch.simulator.rank import SimulatedRank
-from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.rivals.lazy_pages import LazyPages, TokenRatio
 from sgl_batch.simulator.rivals.static_binding import DecodeFirst, PrefillFirst
 from sgl_batch.simulator.rivals.static_block import StaticBlock
 from sgl_batch.simulator.scheduler import Ours, Scheduler
-from sgl_batch.simulator.work import Costs
 
 PAGE = INTERVAL = 64
-_REQUEST_SLOTS = 1 << 20
+REQUEST_SLOTS = 1 << 20
 # Defaults of the engine's configuration (config.py).
 _WATERMARK, _AHEAD = 0.75, 0.5
 # GPU batches for which weights are loaded once (FlexGen's block schedule).
@@ -83,6 +78,8 @@ class Policy:
             prompt, and of all that it may have.
         units: Whether prefill and decode have units of their own; the other attributes are then those of a unit.
         gpus: Of each instance, or unit; None for any number.
+        partitions: Whether the last sequences of a batch may be partitioned (long_tail).
+        pools: Whether what waits on the ranks of a node is for all of them (node_pool).
     """
 
     name: str
@@ -94,33 +91,13 @@ class Policy:
     choices: Choices
     units: bool = False
     gpus: int | None = None
+    partitions: bool = False
+    pools: bool = False
 
 
 def pages(tokens: float) -> int:
     """Return the whole pages of so many tokens."""
     return int(tokens // PAGE)
-
-
-def make_instance(
-    policy: Policy,
-    deployment: Deployment,
-    choice: Choice,
-    requests: Requests,
-    numbers: Sequence[int],
-    *,
-    collapse: bool,
-) -> Instance:
-    """Return an instance of a deployment with sequences of these numbers, dealt to its ranks by turns.
-
-    `collapse`: simulate the first rank alone, with its part of the sequences.
-    """
-    plan, dealt = choice.plan(), deployment.ranks
-    ranks = [
-        SimulatedRank(requests, numbers[rank::dealt], plan, policy.form(deployment), request_slots=_REQUEST_SLOTS)
-        for rank in range(1 if collapse else dealt)
-    ]
-    costs: Costs = Collapsed(deployment.costs, dealt) if collapse else deployment.costs
-    return Instance(ranks, plan, policy.scheduler(ranks[0].form), costs)
 
 
 # Ours.
@@ -211,10 +188,13 @@ _BATCHGEN = Policy(
     name="batchgen",
     title=BATCHGEN.title,
     engines=(BATCHGEN,),
-    says="the decisions of this engine (core/), in the best layout and regime that fits",
+    says="the decisions of this engine (core/), in the best layout and regime that fits; ranks of a node share what "
+    "waits, and the last sequences may be partitioned, which the engine does not do yet",
     form=_our_form,
     scheduler=lambda form: Ours(form.policy),
     choices=_our_choices,
+    partitions=True,
+    pools=True,
 )
 _SGLANG = Policy(
     name="sglang",
@@ -228,6 +208,21 @@ _SGLANG = Policy(
 )
 POLICIES: tuple[Policy, ...] = (
     _BATCHGEN,
+    replace(
+        _BATCHGEN,
+        name="batchgen-no-partition",
+        title="BatchGen, no partition",
+        says="as batchgen, but the last sequences are decoded as all others",
+        partitions=False,
+    ),
+    replace(
+        _BATCHGEN,
+        name="batchgen-as-built",
+        title="BatchGen as built",
+        says="as batchgen, without partition, and what was dealt to a rank waits there: as the engine is today",
+        partitions=False,
+        pools=False,
+    ),
     replace(
         _BATCHGEN,
         name="batchgen-sglang-kernels",

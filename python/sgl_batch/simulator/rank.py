@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -75,7 +76,9 @@ class SimulatedRank:
         self, requests: Requests, numbers: Iterable[int], plan: Plan, form: KVForm, *, request_slots: int
     ) -> None:
         self.plan, self.form, self.tally = plan, form, Tally()
-        self._requests, self._request_slots = requests, request_slots
+        self.requests, self.request_slots = requests, request_slots
+        # Lengths of the outputs that have ended here.
+        self.ended = array("q")
         self.queue = RankQueue(requests, self._admissible(numbers))
         self.ready: dict[str, SequenceState] = {}
         self.group, self.returning = DecodeGroup(self._length), Returning()
@@ -89,10 +92,10 @@ class SimulatedRank:
         self._most_in_memory = 0
 
     def _admissible(self, numbers: Iterable[int]) -> list[int]:
-        store = None if self.form.admission is self.form.device else self.form.admission
+        store = self.form.admission if self.has_store else None
         found = []
         for number in numbers:
-            sequence = self._requests.sequence(number)
+            sequence = self.requests.sequence(number)
             fits = refusal(sequence, self.form.device, store, most_prompt_tokens=None) is None
             found += [number] if fits else []
             self.tally.refused += not fits
@@ -117,9 +120,24 @@ class SimulatedRank:
         return self.group.kv_tokens
 
     @property
+    def has_store(self) -> bool:
+        """Return whether what waits has its KV in host memory."""
+        return self.form.admission is not self.form.device
+
+    @property
+    def has_waiting(self) -> bool:
+        """Return whether any sequence is here that does not run."""
+        return bool(self.ready or self.queue or self.returning or self.begun)
+
+    @property
+    def resident(self) -> int:
+        """Return how many sequences run, wait with KV, or are on their way back."""
+        return len(self.running) + len(self.ready) + len(self.returning)
+
+    @property
     def is_empty(self) -> bool:
         """Return whether it has no sequence."""
-        return not (self.running or self.ready or self.queue or self.returning or self.begun)
+        return not (self.running or self.has_waiting)
 
     @property
     def arrived(self) -> bool:
@@ -140,8 +158,8 @@ class SimulatedRank:
             ready=SequencesView(self.ready),
             running=len(self.running),
             steps=self._steps,
-            request_slots=self._request_slots,
-            free_request_slots=self._request_slots - held,
+            request_slots=self.request_slots,
+            free_request_slots=self.request_slots - held,
             filling=self._filling,
             changed=self._changes != self._changes_at_boundary,
             returning=len(self.returning),
@@ -280,7 +298,7 @@ class SimulatedRank:
         self.group.join(sequence)
 
     def _length(self, name: str) -> int:
-        return int(self._requests.outputs[int(name)])
+        return int(self.requests.outputs[int(name)])
 
     def begin_interval(self) -> None:
         """End a boundary: steps are counted from here."""
@@ -365,6 +383,7 @@ class SimulatedRank:
     def _end(self, sequence: SequenceState) -> None:
         self._changes += 1
         self.tally.finished += 1
+        self.ended.append(sequence.generated_tokens)
         self.form.admission.policy.finished(sequence, sequence.generated_tokens)
         self.form.release(sequence)
 
@@ -378,10 +397,10 @@ class SimulatedRank:
         self._changes += 1
         self.form.release(sequence)
 
-    def adopt(self, sequence: SequenceState) -> None:
-        """Take in a sequence that has left another rank, with room that was decided."""
+    def adopt(self, sequence: SequenceState, *, moved: bool = True) -> None:
+        """Take in a sequence that has left another rank, with room that was decided. `moved`: whether its KV moves."""
         self.form.take_in(sequence, *self.form.room(sequence, self.plan))
         migrate(sequence, Event.ARRIVE, "")
         self._changes += 1
-        self.tally.moved_tokens += sequence.kv_tokens
+        self.tally.moved_tokens += sequence.kv_tokens if moved else 0
         self._wait(sequence)

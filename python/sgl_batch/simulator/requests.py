@@ -76,6 +76,14 @@ class RankQueue(Sequence[SequenceState]):
         self._numbers.append(number)
         self.tokens += int(self._requests.prompts[number])
 
+    def give(self, count: int) -> list[int]:
+        """Remove so many sequences from behind, of which none has KV, and return their numbers; none for no count."""
+        given = [self._numbers.pop() for _ in range(count)]
+        for number in given:
+            self._states.pop(number, None)
+            self.tokens -= int(self._requests.prompts[number])
+        return given
+
     def add_again(self, sequence: SequenceState) -> None:
         """Queue a sequence before all others that has lost its KV."""
         number = int(sequence.sequence_id)

@@ -13,15 +13,14 @@ from dataclasses import dataclass, fields, replace
 
 from sgl_batch.simulator.cluster.deployment import Deployment
 from sgl_batch.simulator.collapsed import Collapsed
+from sgl_batch.simulator.instances import make_instance
 from sgl_batch.simulator.lengths import are_alike
-from sgl_batch.simulator.policies import Choice, Policy, make_instance, pages
+from sgl_batch.simulator.policies import REQUEST_SLOTS, Choice, Policy, pages
 from sgl_batch.simulator.rank import SimulatedRank, Tally
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.rivals.disaggregation import Unit, UnitRun, disaggregated
 from sgl_batch.simulator.timeline import Account
 from sgl_batch.simulator.work import Costs
-
-_REQUEST_SLOTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +133,7 @@ def _of_units(setup: Setup, split: Split, requests: Requests, *, collapse: bool)
     dealt = deployment.ranks
     part = requests.every(dealt) if collapse else requests
     costs: Costs = Collapsed(deployment.costs, dealt) if collapse else deployment.costs
-    unit = Unit(ranks=1 if collapse else dealt, pages=pages(deployment.device_tokens), request_slots=_REQUEST_SLOTS)
+    unit = Unit(ranks=1 if collapse else dealt, pages=pages(deployment.device_tokens), request_slots=REQUEST_SLOTS)
     alike = are_alike(requests)
     first, second = disaggregated(
         part,

@@ -55,11 +55,21 @@ class Timeline:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partitioned:
+    """That the last sequences were partitioned: when, how many there were, and over sets of how many ranks."""
+
+    at_s: float
+    sequences: int
+    ranks: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Account:
     """Seconds of a run by part and by what bounds them. `rows`: decoded sequences of all steps and ranks together.
 
     `idle`: seconds times the share of ranks that waited for the busiest one, or for copies.
+    `partitioned`: None if no sequence was.
     """
 
     seconds: float = 0.0
@@ -71,6 +81,7 @@ class Account:
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     bounds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     timeline: Timeline = field(default_factory=Timeline)
+    partitioned: Partitioned | None = None
 
     def add(
         self, time: PassTime, *, times: int = 1, running: int = 0, busy: float = 1.0, prefill: bool = False

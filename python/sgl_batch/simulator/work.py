@@ -55,6 +55,9 @@ class Costs(Protocol):
     def of_move(self, tokens: float) -> PassTime:
         """Return the time of moving the KV of so many tokens, of all layers, from one rank to another."""
 
+    def of_boundary(self) -> PassTime:
+        """Return the time in which all ranks agree on what follows a boundary, beside the work that they then begin."""
+
 
 def pairs_of(length: int, start: int = 0) -> int:
     """Return the pairs of tokens [start, length) of a prompt with the tokens that each looks at."""

@@ -46,6 +46,9 @@ class LinearCosts:
     def of_move(self, tokens: float) -> PassTime:
         return seconds(copies=1e-5 * tokens)
 
+    def of_boundary(self) -> PassTime:
+        return seconds(boundary=0.0)
+
 
 def check_pages(rank: SimulatedRank) -> None:
     """Assert that all KV lies in pages that are held, and that no page is held twice or by a sequence that is gone."""

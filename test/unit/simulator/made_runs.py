@@ -17,6 +17,8 @@ from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.planner.pass_cost import PassTime
 from sgl_batch.simulator.instance import Instance
 from sgl_batch.simulator.kv_forms import KVForm, RankPages, make_form
+from sgl_batch.simulator.long_tail import LongTail
+from sgl_batch.simulator.node_pool import NodePool
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.scheduler import Ours, Scheduler
@@ -35,6 +37,7 @@ class LineCosts:
     prompt_s: float = 1e-5
     copy_s: float = 1e-6
     move_s: float = 1e-6
+    boundary_s: float = 0.0
     sources: ClassVar[Mapping[str, str]] = {"all": "made up"}
 
     def of_pass(self, work: PassWork) -> PassTime:
@@ -46,6 +49,9 @@ class LineCosts:
 
     def of_move(self, tokens: float) -> PassTime:
         return self._time("copies", tokens * self.move_s)
+
+    def of_boundary(self) -> PassTime:
+        return self._time("boundary", self.boundary_s)
 
     @staticmethod
     def _time(name: str, seconds: float) -> PassTime:
@@ -87,6 +93,8 @@ def instance(
     costs: LineCosts | None = None,
     migration: Migration = Migration.EVEN,
     scheduler: Scheduler | None = None,
+    pool: NodePool | None = None,
+    long_tail: LongTail | None = None,
 ) -> Instance:
     memory = memory or RankPages(device=60, store=200)
     made = []
@@ -94,7 +102,7 @@ def instance(
         kv: KVForm = make_form(form, memory, in_force.page_size, make_admission(admission, on_cpu=True))
         made.append(SimulatedRank(asked, range(rank, len(asked), ranks), in_force, kv, request_slots=64))
     decides = scheduler or Ours(made[0].form.policy)
-    return Instance(made, in_force, decides, costs or LineCosts(), migration=migration)
+    return Instance(made, in_force, decides, costs or LineCosts(), migration=migration, pool=pool, long_tail=long_tail)
 
 
 class Recorded:

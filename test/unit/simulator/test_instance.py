@@ -134,6 +134,32 @@ def test_a_pass_lasts_as_long_as_its_busiest_rank():
     assert even.account.idle == 0
 
 
+@pytest.mark.parametrize("form", ["device", "inclusive"])
+def test_a_boundary_takes_its_time_once_however_many_ranks_cross_it(form):
+    alone = made.requests([(16, 60), (20, 9), (33, 40), (5, 70)] * 3)
+    several = made.requests([pair for pair in [(16, 60), (20, 9), (33, 40), (5, 70)] * 3 for _ in range(4)])
+    costs = made.LineCosts(boundary_s=0.5)
+    seconds, free = [], []
+    for asked, ranks in ((alone, 1), (several, 4)):
+        run = made.instance(asked, made.plan(), form=form, ranks=ranks, costs=costs)
+        account = run.run()
+        crossed = account.parts["boundary"] / 0.5
+        assert crossed == pytest.approx(round(crossed))
+        assert 60 / made.plan().boundary_tokens <= crossed <= run.ranks[0].boundaries
+        seconds.append(account.parts["boundary"])
+        free.append(made.instance(asked, made.plan(), form=form, ranks=ranks).run().parts["boundary"])
+    assert free == [0, 0]
+    if form == "device":
+        assert seconds[0] == seconds[1]
+
+
+def test_the_last_sequences_are_spread_evenly_over_the_ranks():
+    lengths = [(16, 90), (16, 10)] * 8
+    run = made.instance(made.requests(lengths), made.plan(), ranks=2, memory=RankPages(device=100))
+    run.run(until=0.04)
+    assert sorted(len(rank.running) for rank in run.ranks) == [4, 4]
+
+
 def test_more_of_one_sequence_than_memory_is_refused():
     asked = made.requests([(16, 16), (2000, 16), (16, 16)])
     run = made.instance(asked, made.plan(), memory=RankPages(device=20))

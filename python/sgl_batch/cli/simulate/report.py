@@ -100,6 +100,7 @@ def run_message(result: Result) -> dict[str, Any]:
         "setup": result.setup.text(),
         "instances": result.instances,
         "counts": asdict(result.counts),
+        "partitioned": None if result.account.partitioned is None else asdict(result.account.partitioned),
         "steps": result.account.steps,
         "mean_rows": round(result.account.rows / max(result.account.steps, 1), 1),
         "parts_s": _longest_first(result.parts),

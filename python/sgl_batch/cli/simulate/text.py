@@ -97,6 +97,12 @@ def _details(one: Mapping[str, Any]) -> list[str]:
         *_timeline(one),
     ]
     lines += _row("counts", _counts(counts))
+    if one["partitioned"]:
+        last = one["partitioned"]
+        lines += _row(
+            "partitioned",
+            f"{last['sequences']:,} sequences after {in_words(last['at_s'])}, over sets of {last['ranks']} GPUs",
+        )
     for index, other in enumerate(one.get("table", [])):
         name = "ratios" if index == 0 else ""
         lines += _row(name, f"{other['text']}: {in_words(other['seconds'])}, idle {other['idle']:.0%}")

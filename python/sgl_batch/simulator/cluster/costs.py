@@ -29,6 +29,7 @@ from sgl_batch.simulator.work import PassWork
 
 ATTENTION, MATRICES, EXPERTS, SHARED, ROUTER, LOGITS = "attention", "matrices", "experts", "shared", "router", "logits"
 TILES, SKEW, LAUNCHES, AGREEMENT, HOST_ATTENTION = "tiles", "skew", "launches", "agreement", "attention on the host"
+BOUNDARY = "boundary"
 ROWS = "rows in memory"
 # Of a number of the key that passes are remembered by: so many significant bits, rounded up by less than a percent.
 _KEY_BITS = 8
@@ -87,7 +88,7 @@ class ClusterCosts:
             **dict.fromkeys((ATTENTION, MATRICES, EXPERTS), kernels),
             **dict.fromkeys((SHARED, ROUTER, LOGITS, ROWS), _DETAILED),
             **dict.fromkeys((WEIGHTS, COPIES, EXCHANGE, HOST_ATTENTION), _DETAILED),
-            **dict.fromkeys((TILES, SKEW, LAUNCHES, AGREEMENT, STEP), ASSUMED),
+            **dict.fromkeys((TILES, SKEW, LAUNCHES, AGREEMENT, STEP, BOUNDARY), ASSUMED),
         }
         self._model, self._engine, self._layout, self._regime = model.layers, engine, layout, regime
         self._mine = rank_layers(model.layers, layout) if layout.tensor else model.layers
@@ -142,6 +143,10 @@ class ClusterCosts:
         """Return the time of moving the KV of so many tokens from one rank to another, over the slowest way."""
         rate = self._rates.network if self._spans_cluster else self._rates.nvlink
         return _only(COPIES, tokens * self._kv_token_bytes / rate)
+
+    def of_boundary(self) -> PassTime:
+        """Return the time in which all ranks agree on what follows a boundary; one rank has nothing to agree on."""
+        return PassTime.of(BOUNDARY, self._engine.boundary_s.best if self._layout.ranks > 1 else 0.0, OVERHEAD)
 
     def of_exactly(self, work: PassWork) -> PassTime:
         """Return the time of a pass, without rounding and without remembering it."""

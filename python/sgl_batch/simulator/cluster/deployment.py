@@ -85,6 +85,18 @@ def deployment(
     return _deployed(model, cluster, engine, layout, regime, measured)
 
 
+def tensor_parallel(one: Deployment, ranks: int) -> Deployment:
+    """Return the same model, cluster and engine with tensor parallel instances of so many ranks, KV on the devices.
+
+    As many weights are streamed as before. Raises ConfigError for what does not fit, or an engine does not have.
+    """
+    if not one.engine.tensor_attention or max(one.model.layers.kv_heads, ranks) % ranks:
+        raise ConfigError(f"{one.engine.title} has no {ranks} tensor parallel ranks for {one.model.title}")
+    layout = Layout(instances=one.layout.gpus // ranks, ranks=ranks, tensor=True)
+    regime = Regime(streamed_weights=one.regime.streamed_weights)
+    return deployment(one.model, one.cluster, one.engine, layout, regime, tables=False)
+
+
 def _deployed(
     model: ClusterModel,
     cluster: Cluster,
