@@ -42,7 +42,11 @@ def pass_time(
     steps: int,
     costs: Costs,
 ) -> tuple[PassTime, float]:
-    """Return the time of the pass of the busiest rank, halfway through the steps, and the mean share of that."""
+    """Return the time of the pass of the busiest rank, halfway through the steps, and the mean share of that.
+
+    Where some ranks compute prompts and others decode, as those that decide by themselves do, the busiest of each kind
+    is priced, and the others of its kind by their work.
+    """
     works = []
     for rank, one, on in zip(ranks, passes, decoding, strict=True):
         prompts = PLAIN.prompts if one is None else one.prompts
@@ -50,24 +54,31 @@ def pass_time(
         works.append((prompts, rows, (rank.kv_tokens + rows * (steps - 1) // 2) if rows else 0))
     all_rows = sum(prompts.tokens + rows for prompts, rows, _ in works)
     load = [prompts.pairs + kv + _ROW_WEIGHT * (prompts.tokens + rows) for prompts, rows, kv in works]
-    # The rank with the most rows and the one with the most tokens to look at are not always the same.
-    busiest = {
-        max(range(len(works)), key=load.__getitem__),
-        max(range(len(works)), key=lambda number: works[number][0].tokens + works[number][1]),
-    }
-    times = [
-        costs.of_pass(
+
+    def time_of(number: int) -> PassTime:
+        prompts, rows, kv = works[number]
+        return costs.of_pass(
             PassWork(
-                prompts=works[number][0].count,
-                prompt_tokens=works[number][0].tokens,
-                prompt_pairs=works[number][0].pairs,
-                rows=works[number][1],
-                kv_tokens=works[number][2],
+                prompts=prompts.count,
+                prompt_tokens=prompts.tokens,
+                prompt_pairs=prompts.pairs,
+                rows=rows,
+                kv_tokens=kv,
                 all_rows=all_rows,
                 streams=ranks[number].form.streams,
             )
         )
-        for number in busiest
-    ]
-    mean = sum(load) / len(load)
-    return max(times, key=lambda time: time.seconds), mean / max(*load, 1)
+
+    # The rank with the most rows and the one with the most tokens to look at are not always the same.
+    fullest = max(range(len(works)), key=lambda number: works[number][0].tokens + works[number][1])
+    kinds = [[number for number in range(len(works)) if bool(works[number][0].tokens) is one] for one in (True, False)]
+    busiest = [max(kind, key=load.__getitem__) for kind in kinds if any(load[number] for number in kind)]
+    times = {number: time_of(number) for number in {fullest, *busiest}}
+    longest = max(times.values(), key=lambda time: time.seconds)
+    if len(busiest) < 2:
+        return longest, min(sum(load) / len(load) / max(*load, 1), 1.0)
+    busy_s = sum(
+        times[number].seconds * sum(load[other] for other in kind) / load[number]
+        for number, kind in zip(busiest, kinds, strict=True)
+    )
+    return longest, min(busy_s / len(load) / longest.seconds, 1.0)
