@@ -3,7 +3,8 @@
 
 Batches of equal lengths are measured, and seconds of a decode step, of a decoded row and so on fitted to them. With
 these alone batches of unequal lengths are simulated, measured, and compared; so are batches that are dealt by turns to
-two engines.
+two engines, and batches of which SGLang retracts sequences. How many passes, steps, rows and retractions a batch takes
+is counted in SGLang's messages, and compared too; what a step takes makes no difference to that.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from comparison.figures import spread
 from comparison.report import table
 from comparison.terminal import exit_code, say
-from stock_binding.engines import Limits, StockProcess, dealt, measure
-from stock_binding.simulated import COUNTED, LineCosts, fit, simulate
+from stock_binding.engine_log import Counts, total
+from stock_binding.engines import Limits, Measured, StockProcess, dealt, measure
+from stock_binding.simulated import COUNTED, LineCosts, counts_in, fit, simulate
 from stock_binding.small_model import VOCABULARY, write_small_model
 from stock_binding.workloads import CALIBRATION, Batch, batches
 
 _CLOCKS = {"wall": "seconds", "processor": "processor_s"}
+_COUNT_HEADS = ("prefill passes", "decode steps", "decoded rows", "retracted", "tokens computed again")
 _ROWS, _TOKENS, _SCARCE_TOKENS, _CHUNK = 16, 1 << 15, 900, 512
 
 
@@ -83,7 +86,7 @@ def _compare(args: argparse.Namespace, started: Mapping[str, StockProcess], limi
                 unequal[one.name].append(measure(pool, dealt(one.lengths, one.engines), clock))
             else:
                 number, run = one[0], CALIBRATION[one[1]]
-                equal[one].append(measure(pools[number], [run.lengths] * number, clock, run.times))
+                equal[one].append(measure(pools[number], [run.lengths] * number, clock, run.times).seconds)
         say(f"round {round_number + 1}: load {os.getloadavg()[0]:.1f}")
     costs = {}
     for number in pools:
@@ -102,37 +105,42 @@ def _fitted(seconds: Sequence[float], limits: Limits) -> tuple[LineCosts, str]:
 
 def _report(
     every: Sequence[Batch],
-    measured: Mapping[str, Sequence[float]],
+    measured: Mapping[str, Sequence[Measured]],
     costs: Mapping[int, LineCosts],
     limits: Mapping[bool, Limits],
 ) -> None:
-    rows, errors = [], []
+    rows, counted, errors = [], [], []
     for batch in every:
-        found = spread(measured[batch.name])
+        found = spread([one.seconds for one in measured[batch.name]])
         assert found is not None, "it has run"
-        simulated, retracted = _simulated(batch, limits[batch.scarce], costs[batch.engines])
+        simulated, counts = _simulated(batch, limits[batch.scarce], costs[batch.engines])
         error = simulated / found.median - 1
         errors.append(abs(error))
         tokens = f"{sum(prompt for prompt, _ in batch.lengths):,} + {sum(output for _, output in batch.lengths):,}"
-        counts = [str(len(batch.lengths)), tokens]
-        rows.append([batch.name, *counts, found.text(2), f"{simulated:.2f}", f"{error:+.0%}", str(retracted)])
-    heads = [
-        "batch",
-        "sequences",
-        "prompt + output tokens",
-        "measured s",
-        "simulated s",
-        "error",
-        "retracted, simulated",
-    ]
-    print(table(heads, rows))
-    print(f"\nErrors without sign: median {statistics.median(errors):.0%}, largest {max(errors):.0%}.")
+        sequences = str(len(batch.lengths))
+        rows.append([batch.name, sequences, tokens, found.text(2), f"{simulated:.2f}", f"{error:+.0%}"])
+        counted.append([batch.name, *_beside([one.counts for one in measured[batch.name]], counts)])
+    print(table(["batch", "sequences", "prompt + output tokens", "measured s", "simulated s", "error"], rows))
+    print(f"\nErrors without sign: median {statistics.median(errors):.0%}, largest {max(errors):.0%}.\n")
+    print("Counted in SGLang's messages; beside it, where it differs, what is simulated.\n")
+    print(table(["batch", *_COUNT_HEADS], counted))
 
 
-def _simulated(batch: Batch, limits: Limits, costs: LineCosts) -> tuple[float, int]:
-    """Return the seconds until the last engine has ended, and how many sequences were retracted."""
+def _simulated(batch: Batch, limits: Limits, costs: LineCosts) -> tuple[float, Counts]:
+    """Return the seconds until the last engine has ended, and what all engines did."""
     ends = [simulate(part, limits, costs) for part in dealt(batch.lengths, batch.engines)]
-    return max(account.seconds for account, _ in ends), sum(rank.tally.suspensions for _, rank in ends)
+    return max(account.seconds for account, _ in ends), total(counts_in(account, rank) for account, rank in ends)
+
+
+def _beside(measured: Sequence[Counts], simulated: Counts) -> list[str]:
+    """Return each count: the measured one, or the least and the most of rounds that differ, and the simulated one."""
+    cells = []
+    for field in fields(Counts):
+        found = sorted({getattr(one, field.name) for one in measured})
+        text = "-".join(f"{one:,}" for one in found[:: max(1, len(found) - 1)])
+        one = getattr(simulated, field.name)
+        cells.append(text if found == [one] else f"{text}; {one:,}")
+    return cells
 
 
 if __name__ == "__main__":

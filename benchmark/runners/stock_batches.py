@@ -16,20 +16,27 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-# No prompt begins like another, so that no KV of another is of use to it.
 _FIRST_TOKEN = 10
 
 
 def batch(engine: Any, lengths: Sequence[tuple[int, int]], draw: random.Random, vocabulary: int) -> dict[str, float]:
-    """Run sequences of these prompt and output lengths. Returns seconds, and processor seconds of the engine."""
-    prompts = [[draw.randrange(_FIRST_TOKEN, vocabulary) for _ in range(prompt)] for prompt, _ in lengths]
+    """Run sequences of these prompt and output lengths. Returns seconds, processor seconds, and retractions."""
+    # No prompt begins like another, so that no KV of another is of use to it.
+    first = draw.sample(range(_FIRST_TOKEN, vocabulary), len(lengths))
+    prompts = [
+        [token, *(draw.randrange(_FIRST_TOKEN, vocabulary) for _ in range(prompt - 1))]
+        for token, (prompt, _) in zip(first, lengths, strict=True)
+    ]
     asked = [{"max_new_tokens": output, "temperature": 0, "ignore_eos": True} for _, output in lengths]
     busy, begun = _processor_s(), time.perf_counter()
     answers = engine.generate(input_ids=prompts, sampling_params=asked)
     seconds, busy_s = time.perf_counter() - begun, _processor_s() - busy
+    # The scheduler answers this behind all messages of the batch. No KV of it is left for the next one.
+    engine.flush_cache()
     short = [number for number, answer in enumerate(answers) if len(answer["output_ids"]) != lengths[number][1]]
     assert not short, f"sequences {short} have not the lengths that were asked for"
-    return {"seconds": seconds, "processor_s": busy_s}
+    retracted = sum(answer["meta_info"]["num_retractions"] for answer in answers)
+    return {"seconds": seconds, "processor_s": busy_s, "retracted": retracted}
 
 
 def _processor_s() -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_batch.errors import EngineError
+from stock_binding.engine_log import Counts, counts_of, total
 
 _RUNNER = Path(__file__).resolve().parent.parent / "runners" / "stock_batches.py"
 # Pairs of prompt tokens and output tokens.
@@ -41,9 +42,19 @@ class Limits:
             "max_total_tokens": self.max_total_tokens,
             "chunked_prefill_size": self.chunked_prefill_size,
             "log_level": "info",
+            # One message for each decode step, for `engine_log`.
+            "decode_log_interval": 1,
             # An engine that waits would keep a core busy, which the others need.
             "sleep_on_idle": True,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a batch took. `seconds`: by the clock, or of the processor; of the engine that takes longest."""
+
+    seconds: float
+    counts: Counts
 
 
 @dataclass(slots=True)
@@ -56,6 +67,8 @@ class StockProcess:
     limits: Limits
     log: Path
     _process: subprocess.Popen[str] = field(init=False)
+    _begun: int = field(init=False, default=0)
+    _prompt_tokens: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         with self.log.open("wb") as messages:
@@ -76,12 +89,22 @@ class StockProcess:
     def begin(self, lengths: Lengths, times: int = 1) -> None:
         """Start a batch of sequences of these lengths, so many times one after the other; `finish` must follow."""
         assert self._process.stdin is not None, "it was opened with a pipe"
+        self._begun = self.log.stat().st_size
+        self._prompt_tokens = times * sum(prompt for prompt, _ in lengths)
         print(json.dumps({"lengths": list(lengths), "times": times}), file=self._process.stdin, flush=True)
 
-    def finish(self) -> Mapping[str, float]:
-        """Wait for all of it. Returns its `seconds`, and `processor_s` of the engine."""
+    def finish(self, clock: str) -> Measured:
+        """Wait for all of it. `clock`: "seconds" of the wall, or "processor_s" of the engine."""
         found: Mapping[str, float] = self._answer()
-        return found
+        with self.log.open("rb") as file:
+            file.seek(self._begun)
+            counts = counts_of(file.read().decode(errors="replace"), self._prompt_tokens)
+        if counts.retracted != found["retracted"]:
+            raise EngineError(
+                f"stock SGLang's answers say that {found['retracted']} sequences were retracted, its messages in "
+                f"{self.log} say {counts.retracted}"
+            )
+        return Measured(seconds=found[clock], counts=counts)
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None, "it was opened with a pipe"
@@ -102,11 +125,12 @@ def dealt(lengths: Lengths, engines: int) -> list[Lengths]:
     return [lengths[index::engines] for index in range(engines)]
 
 
-def measure(engines: Sequence[StockProcess], parts: Sequence[Lengths], clock: str, times: int = 1) -> float:
-    """Run a batch on each engine at the same time. Returns the seconds of the engine that takes longest.
+def measure(engines: Sequence[StockProcess], parts: Sequence[Lengths], clock: str, times: int = 1) -> Measured:
+    """Run a batch on each engine at the same time. Returns the seconds of the slowest engine, and all counts.
 
     `clock`: "seconds" of the wall, or "processor_s", which other programs disturb less.
     """
     for engine, part in zip(engines, parts, strict=True):
         engine.begin(part, times)
-    return max(engine.finish()[clock] for engine in engines)
+    found = [engine.finish(clock) for engine in engines]
+    return Measured(seconds=max(one.seconds for one in found), counts=total(one.counts for one in found))

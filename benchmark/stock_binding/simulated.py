@@ -14,10 +14,12 @@ from sgl_batch.planner.pass_cost import PassTime
 from sgl_batch.simulator.instance import Instance
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
-from sgl_batch.simulator.rivals.lazy_pages import LazyPages, TokenRatio
+from sgl_batch.simulator.rivals.lazy_pages import LazyPages
 from sgl_batch.simulator.rivals.static_binding import PrefillFirst
+from sgl_batch.simulator.rivals.token_ratio import TokenRatio
 from sgl_batch.simulator.timeline import Account
 from sgl_batch.simulator.work import PassWork
+from stock_binding.engine_log import Counts
 from stock_binding.engines import Lengths, Limits
 from stock_binding.workloads import Equal
 
@@ -73,10 +75,21 @@ def simulate(lengths: Lengths, limits: Limits, costs: LineCosts) -> tuple[Accoun
         Requests(prompts=prompts, outputs=outputs, most=outputs),
         range(len(lengths)),
         plan,
-        LazyPages(limits.max_total_tokens, _PAGE, TokenRatio()),
+        LazyPages(limits.max_total_tokens, _PAGE, TokenRatio(), waits_last=True),
         request_slots=limits.max_running_requests,
     )
     return Instance([rank], plan, PrefillFirst(), costs).run(), rank
+
+
+def counts_in(account: Account, rank: SimulatedRank) -> Counts:
+    """Return what a simulated engine did."""
+    return Counts(
+        prefill_passes=account.groups,
+        decode_steps=account.steps,
+        decoded_rows=account.rows,
+        retracted=rank.tally.suspensions,
+        again=rank.tally.again,
+    )
 
 
 def counts(run: Equal, limits: Limits) -> dict[str, float]:

@@ -34,6 +34,8 @@ CALIBRATION: tuple[Equal, ...] = (
 )
 
 _COUNT, _PROMPT, _MEAN, _LONGEST = 64, 64, 48, 640
+# Of the batches in which stock SGLang retracts sequences.
+_LONG_COUNT, _SHORT_PROMPT = 32, 16
 # By what lengths of the trace are divided, so that a CPU answers them in seconds.
 _TRACE_PART = 4
 
@@ -49,7 +51,7 @@ class Batch:
 
 
 def batches(trace: Path | None) -> list[Batch]:
-    """Return the batches. All but those of the trace and of two engines have the same numbers of tokens."""
+    """Return the batches. The first three, and the first with scarce memory, have the same numbers of tokens."""
     draw = random.Random(5)
     equal = [_MEAN] * _COUNT
     uniform = _with_sum([draw.uniform(1, 2 * _MEAN - 1) for _ in equal], sum(equal))
@@ -61,6 +63,7 @@ def batches(trace: Path | None) -> list[Batch]:
         Batch(name="uniform outputs", lengths=_of(uniform)),
         Batch(name="outputs with a long tail", lengths=_of(tail)),
         Batch(name="uniform outputs, scarce memory", lengths=_of(uniform), scarce=True),
+        *_retracted(),
         Batch(name="two engines, equal outputs", lengths=_of(equal * 2), engines=2),
         Batch(name="two engines, even shares", lengths=_of(_paired(both)), engines=2),
         Batch(name="two engines, uneven shares", lengths=_of(_lopsided(both)), engines=2),
@@ -68,6 +71,21 @@ def batches(trace: Path | None) -> list[Batch]:
     if trace is not None:
         found.insert(3, Batch(name="Azure trace", lengths=_first_of(trace, _COUNT)))
     return found
+
+
+def _retracted() -> list[Batch]:
+    """Return batches of outputs so long that admission, which expects a share of them, takes in more than fit."""
+    draw = random.Random(2)
+    long = [(_SHORT_PROMPT, draw.randint(100, 400)) for _ in range(_LONG_COUNT)]
+    draw = random.Random(2)
+    tail = [(_SHORT_PROMPT, int(min(60 * draw.paretovariate(1.1), 600))) for _ in range(_LONG_COUNT)]
+    draw = random.Random(2)
+    both = [(draw.randint(16, 200), draw.randint(20, 300)) for _ in range(_LONG_COUNT)]
+    return [
+        Batch(name="long outputs, scarce memory", lengths=long, scarce=True),
+        Batch(name="long tail of outputs, scarce memory", lengths=tail, scarce=True),
+        Batch(name="prompts and outputs that differ, scarce memory", lengths=both, scarce=True),
+    ]
 
 
 def _of(outputs: Sequence[int]) -> Lengths:

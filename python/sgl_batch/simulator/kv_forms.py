@@ -36,6 +36,7 @@ class KVForm(Protocol):
     device, admission, streams, store_free: as in `core.kv_state.KVState`.
     policy: what decides where KV lies.
     loses: whether a sequence that gives way loses its KV, and is queued again.
+    waits_last: whether it is then queued behind all others, or before them.
     """
 
     device: PageLedger
@@ -43,6 +44,7 @@ class KVForm(Protocol):
     policy: KVPolicy
     streams: bool
     loses: bool
+    waits_last: bool
 
     @property
     def store_free(self) -> int:
@@ -91,7 +93,7 @@ def _first_pages(sequence: SequenceState, ledger: PageLedger, plan: Plan) -> tup
 class DeviceForm:
     """KV lies on the device alone; where reservations grow, sequences that give way wait in an overflow file."""
 
-    streams = loses = False
+    streams = loses = waits_last = False
     store_free = 0
 
     def __init__(self, memory: RankPages, page_size: int, admission: AdmissionPolicy = RESERVE) -> None:
@@ -154,7 +156,7 @@ class InclusiveForm:
     policy that chooses changes it.
     """
 
-    loses = False
+    loses = waits_last = False
     store_free = 0
 
     def __init__(
@@ -208,7 +210,7 @@ class InclusiveForm:
 class ExclusiveForm:
     """A page lies on the device or in the store; all pages of a sequence move together."""
 
-    streams = loses = False
+    streams = loses = waits_last = False
 
     def __init__(self, memory: RankPages, page_size: int, policy: KVPolicy) -> None:
         self.device = PageLedger(memory.device, page_size)

@@ -13,9 +13,10 @@ from sgl_batch.simulator.cluster.deployment import Deployment
 from sgl_batch.simulator.cluster.engine_settings import EngineSettings
 from sgl_batch.simulator.cluster.engines import BATCHGEN, DEEPSPEED, FLEXGEN, MOE_LIGHTNING, SGLANG, SGLANG_SLICED, VLLM
 from sgl_batch.simulator.kv_forms import KVForm, RankPages, make_form
-from sgl_batch.simulator.rivals.lazy_pages import LazyPages, TokenRatio
+from sgl_batch.simulator.rivals.lazy_pages import LazyPages
 from sgl_batch.simulator.rivals.static_binding import DecodeFirst, PrefillFirst
 from sgl_batch.simulator.rivals.static_block import StaticBlock
+from sgl_batch.simulator.rivals.token_ratio import TokenRatio
 from sgl_batch.simulator.scheduler import Ours, Scheduler
 
 PAGE = INTERVAL = 64
@@ -128,7 +129,7 @@ def _rows(number: float) -> int:
 
 def _sglang_form(deployment: Deployment) -> KVForm:
     conservativeness = _DATA_ATTENTION if deployment.ranks > 1 else 1.0
-    return LazyPages(pages(deployment.device_tokens), PAGE, TokenRatio(conservativeness))
+    return LazyPages(pages(deployment.device_tokens), PAGE, TokenRatio(conservativeness), waits_last=True)
 
 
 def _sglang_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:

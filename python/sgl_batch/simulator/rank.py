@@ -262,7 +262,7 @@ class SimulatedRank:
         self.form.release(sequence)
         advance(sequence, Event.RETRACT, "")
         self._changes += 1
-        self.queue.add_again(sequence)
+        self.queue.add_again(sequence, last=self.form.waits_last)
 
     def _wait(self, sequence: SequenceState) -> None:
         self._waits += 1

@@ -84,11 +84,11 @@ class RankQueue(Sequence[SequenceState]):
             self.tokens -= int(self._requests.prompts[number])
         return given
 
-    def add_again(self, sequence: SequenceState) -> None:
-        """Queue a sequence before all others that has lost its KV."""
+    def add_again(self, sequence: SequenceState, *, last: bool) -> None:
+        """Queue a sequence that has lost its KV, behind all others or before them."""
         number = int(sequence.sequence_id)
         self._states[number] = sequence
-        self._numbers.appendleft(number)
+        self._numbers.append(number) if last else self._numbers.appendleft(number)
         self.tokens += sequence.prompt_tokens
 
     def take(self, sequence: SequenceState) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from stock_binding.engine_log import Counts, counts_of
 from stock_binding.engines import Limits, dealt
-from stock_binding.simulated import COUNTED, LineCosts, fit, simulate
+from stock_binding.simulated import COUNTED, LineCosts, counts_in, fit, simulate
 from stock_binding.workloads import CALIBRATION, batches
 
 LIMITS = Limits(
@@ -52,3 +54,26 @@ def test_uneven_shares_have_the_outputs_of_the_even_ones():
     assert abs(first - second) < 0.01 * first
     first, second = map(_outputs, dealt(uneven.lengths, 2))
     assert first > 2 * second
+
+
+def test_passes_and_retractions_are_counted_in_sglangs_messages():
+    messages = "\n".join(
+        [
+            "[16:44:31] Prefill batch, #new-seq: 5, #new-token: 320, #cached-token: 0, token usage: 0.13, ...",
+            "[16:44:32] Decode batch, #running-req: 5, #token: 455, token usage: 0.19, cpu graph: False, ...",
+            "[16:44:33] KV cache pool is full. Retract requests. #retracted_reqs: 2, #new_tokens_gained: 193, "
+            "#new_token_ratio: 0.0980 -> 0.5456",
+            "[16:44:34] Decode batch, #running-req: 3, #token: 465, token usage: 0.19, cpu graph: False, ...",
+            "[16:44:35] Prefill batch, #new-seq: 2, #new-token: 132, #cached-token: 9, token usage: 0.2, ...",
+        ]
+    )
+    found = counts_of(messages, prompt_tokens=320)
+    # Two of the 132 tokens are the last ones that the two sequences had sampled.
+    assert found == Counts(prefill_passes=2, decode_steps=2, decoded_rows=8, retracted=2, again=130)
+
+
+def test_sequences_are_retracted_in_the_batches_for_that():
+    costs, scarce = LineCosts(KNOWN), replace(LIMITS, max_total_tokens=900)
+    found = {one.name: counts_in(*simulate(one.lengths, scarce, costs)) for one in batches(None) if one.scarce}
+    assert [one.retracted > 0 for one in found.values()] == [False, True, True, True]
+    assert all((one.again > 0) == (one.retracted > 0) for one in found.values())

@@ -12,9 +12,10 @@ from sgl_batch.planner.candidate import DEVICE
 from sgl_batch.simulator.kv_forms import RankPages, make_form
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
-from sgl_batch.simulator.rivals.lazy_pages import LazyPages, TokenRatio
+from sgl_batch.simulator.rivals.lazy_pages import LazyPages
 from sgl_batch.simulator.rivals.static_binding import DecodeFirst, PrefillFirst
 from sgl_batch.simulator.rivals.static_block import StaticBlock
+from sgl_batch.simulator.rivals.token_ratio import TokenRatio
 
 POLICIES = {"prefill first": PrefillFirst, "decode first": DecodeFirst, "block": StaticBlock}
 LENGTHS = st.tuples(st.integers(1, 120), st.integers(1, 60), st.integers(0, 40))
@@ -26,7 +27,8 @@ def ranks_of(
     def form():
         if policy == "block":
             return make_form(DEVICE, RankPages(device=pages), PAGE)
-        return LazyPages(pages, PAGE, TokenRatio(conservativeness) if policy == "prefill first" else RESERVE)
+        is_sglang = policy == "prefill first"
+        return LazyPages(pages, PAGE, TokenRatio(conservativeness) if is_sglang else RESERVE, waits_last=is_sglang)
 
     numbers = range(len(given_requests))
     return [
@@ -87,13 +89,22 @@ def test_the_first_prompts_leave_room_for_all_that_they_may_generate():
 def test_the_token_ratio_falls_to_its_least_and_follows_a_retraction():
     ratio = TokenRatio(0.3)
     assert ratio.ratio == pytest.approx(0.21)
-    ratio.passed(10_000)
+    ratio.decoded(300)
+    ratio.decoded(300)
+    assert ratio.ratio == pytest.approx(0.21 * (1 - 0.86 / 2))
+    ratio.begin_interval()
+    ratio.decoded(10_000)
     assert ratio.ratio == pytest.approx(0.21 * 0.14)
     one = requests([16], [60], [200]).sequence(0)
     one.generated_tokens = 80
     ratio.retracted([one])
     assert ratio.ratio == pytest.approx(100 / 201)
     assert ratio.expected_tokens(one) == 60
+    # The step after a retraction does not count.
+    ratio.begin_interval()
+    ratio.retracted([one])
+    ratio.decoded(1)
+    assert ratio.ratio == pytest.approx(100 / 201)
 
 
 def test_prompts_have_passes_of_their_own_or_share_those_of_decode():

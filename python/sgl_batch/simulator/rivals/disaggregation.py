@@ -19,8 +19,9 @@ from sgl_batch.core.sequence import Status
 from sgl_batch.simulator.instance import Instance
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
-from sgl_batch.simulator.rivals.lazy_pages import LazyPages, TokenRatio, pages_ahead
+from sgl_batch.simulator.rivals.lazy_pages import LazyPages, pages_ahead
 from sgl_batch.simulator.rivals.static_binding import PrefillFirst
+from sgl_batch.simulator.rivals.token_ratio import TokenRatio
 from sgl_batch.simulator.timeline import Account
 from sgl_batch.simulator.work import Costs
 
@@ -80,6 +81,7 @@ def prefill_unit(
             unit.pages,
             plan.page_size,
             TokenRatio(),
+            waits_last=True,
             on_release=lambda one, rank=rank: hand_over(rank, int(one.sequence_id)),  # type: ignore[misc]
         )
         own = numbers[rank :: unit.ranks]
@@ -127,7 +129,7 @@ def decode_unit(requests: Requests, handed: Sequence[Handed], unit: Unit, plan: 
             requests,
             (),
             plan,
-            LazyPages(unit.pages, plan.page_size, TokenRatio()),
+            LazyPages(unit.pages, plan.page_size, TokenRatio(), waits_last=True),
             request_slots=unit.request_slots,
         )
         for _ in range(unit.ranks)

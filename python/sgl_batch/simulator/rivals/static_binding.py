@@ -6,20 +6,28 @@ its rank. Where pages lack, the engine retracts running sequences, which are com
 
 from __future__ import annotations
 
-from sgl_batch.core.actions import Actions, BeginInterval, Idle, Refill, Step
+from collections.abc import Iterable
+
+from sgl_batch.core.actions import Actions, BeginInterval, Chunk, Idle, Refill, Step
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.sequence import SequenceState
-from sgl_batch.simulator.rivals.lazy_pages import TokenRatio, chunks_of, extend_or_retract, further_tokens
+from sgl_batch.simulator.rivals.lazy_pages import cut, extend_or_retract, pages_ahead
+from sgl_batch.simulator.rivals.prompt_adder import next_prompts
+from sgl_batch.simulator.rivals.token_ratio import TokenRatio
 
 
 class PrefillFirst:
     """SGLang's default: prompts are computed as soon as they fit, in passes of their own, before decode goes on.
 
     A prompt fits if its tokens, all that it may generate, and the expected rest of all running outputs have room
-    (PrefillAdder, `TokenRatio`). Sequences with the fewest generated tokens are retracted first. With data-parallel
+    (`next_prompts`, `TokenRatio`). Once one has not, none is tried until a running sequence ends or is retracted.
+    Sequences with the fewest generated tokens are retracted first, and wait behind all others. With data-parallel
     attention some ranks decode while others prefill; all wait for the longest pass.
+
+    Where each step begins an interval, this is the order of events in SGLang's passes: prompts are tried; if none is
+    computed, sequences that have ended leave, others are retracted, and the rest decode a step. With longer intervals
+    prompts are tried as soon as a sequence has ended.
     """
 
     is_local = True
@@ -29,32 +37,34 @@ class PrefillFirst:
             return (Refill(sequences=tuple(state.ready)),)
         ratio = kv.admission.policy
         assert isinstance(ratio, TokenRatio), "SGLang's admission goes by its new-token ratio"
+        ratio.decoded(state.steps)
+        if not state.running or plan.boundary_tokens > 1:
+            ratio.drop_ended()
+        if chunks := next_prompts(state, kv, plan, ratio):
+            ratio.prefills = True
+            return (Step(prefill=chunks, decode=()),)
+        ratio.prefills = False
+        ratio.drop_ended()
         if state.running and state.steps >= plan.boundary_tokens:
-            return self._begin_interval(state, kv, plan, ratio)
-        if state.queued or state.begun:
-            room = kv.device.free_pages * plan.page_size
-            room -= sum(ratio.expected_tokens(one) for one in kv.runners()) if state.queued else 0
-            chunks = chunks_of(state, kv, plan, plan.prefill.b_moe, room=room, costs=_whole_need)
-            if chunks:
-                return (Step(prefill=chunks, decode=()),)
+            return self._begin_interval(kv, plan, ratio)
         return (Step(),) if state.running else (Idle(),)
 
     @staticmethod
-    def _begin_interval(state: State, kv: KVState, plan: Plan, ratio: TokenRatio) -> Actions:
+    def _begin_interval(kv: KVState, plan: Plan, ratio: TokenRatio) -> Actions:
         kept = sorted(kv.runners(), key=lambda one: (-one.generated_tokens, one.prompt_tokens))
         actions, stay = extend_or_retract(kept, kv.device, plan)
         if len(stay) < len(kept):
             ratio.retracted(stay)
         else:
-            ratio.passed(state.steps)
-        return (*actions, BeginInterval())
+            ratio.begin_interval()
+        return (*actions, BeginInterval(), *([Step()] if plan.boundary_tokens == 1 else []))
 
 
 class DecodeFirst:
     """vLLM's: each pass decodes all running sequences, and computes chunks of prompts up to its budget of tokens.
 
-    A prompt is admitted while pages for it are free. The sequence that has joined last is preempted first. (An engine
-    takes the pages of a prompt chunk by chunk; here it takes them with the first.)
+    A prompt is admitted while pages for it are free. The sequence that has joined last is preempted first, and waits
+    before all others. (An engine takes the pages of a prompt chunk by chunk; here it takes them with the first.)
     """
 
     is_local = True
@@ -65,10 +75,32 @@ class DecodeFirst:
         if state.running and state.steps >= plan.boundary_tokens:
             actions, _ = extend_or_retract(list(kv.runners()), kv.device, plan)
             return (*actions, BeginInterval())
-        budget = plan.prefill.b_moe - state.running
-        chunks = chunks_of(state, kv, plan, budget, room=0.0, costs=lambda _: 0.0)
+        chunks = _prompts_beside(state, kv, plan)
         return (Step(prefill=chunks),) if chunks or state.running else (Idle(),)
 
 
-def _whole_need(sequence: SequenceState) -> float:
-    return sequence.kv_tokens + further_tokens(sequence)
+def _prompts_beside(state: State, kv: KVState, plan: Plan) -> tuple[Chunk, ...]:
+    """Return prompts and parts of prompts of the tokens that a pass has left, of which the last may stay unfinished."""
+    tokens, chunks = plan.prefill.b_moe - state.running, list[Chunk]()
+    for chunk in _waiting(state, kv, plan):
+        part = cut(chunk, tokens, plan.page_size)
+        if part.tokens <= 0:
+            break
+        chunks.append(part)
+        tokens -= part.tokens
+        if part is not chunk:
+            break
+    return tuple(chunks)
+
+
+def _waiting(state: State, kv: KVState, plan: Plan) -> Iterable[Chunk]:
+    """Yield the rest of a begun prompt, and the prompts for which pages and rows are free, as they are asked for."""
+    if state.rest is not None:
+        yield state.rest
+    free, rows = kv.device.free_pages, plan.decode.b_moe - state.running - (state.begun is not None)
+    for sequence in state.queued:
+        pages = pages_ahead(sequence, kv.device, plan)
+        if rows <= 0 or pages > free:
+            return
+        yield Chunk(sequence=sequence, start=0, tokens=sequence.kv_tokens)
+        free, rows = free - pages, rows - 1
