@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -72,8 +72,21 @@ def test_passes_and_retractions_are_counted_in_sglangs_messages():
     assert found == Counts(prefill_passes=2, decode_steps=2, decoded_rows=8, retracted=2, again=130)
 
 
-def test_sequences_are_retracted_in_the_batches_for_that():
-    costs, scarce = LineCosts(KNOWN), replace(LIMITS, max_total_tokens=900)
-    found = {one.name: counts_in(*simulate(one.lengths, scarce, costs)) for one in batches(None) if one.scarce}
-    assert [one.retracted > 0 for one in found.values()] == [False, True, True, True]
-    assert all((one.again > 0) == (one.retracted > 0) for one in found.values())
+# What stock SGLang 0.5.16 counted of the batches with scarce memory: prefill passes, decode steps, decoded rows,
+# retractions, and tokens computed again (docs/benchmarks.md, 2026-11-23).
+STOCK = {
+    "uniform outputs, scarce memory": (42, 438, 3008, 0, 0),
+    "long outputs, scarce memory": (25, 2626, 8107, 3, 711),
+    "long tail of outputs, scarce memory": (18, 2412, 5810, 4, 689),
+    "prompts and outputs that differ, scarce memory": (24, 2613, 6113, 1, 163),
+}
+
+
+def test_scarce_memory_takes_the_passes_and_retractions_that_stock_sglang_took():
+    scarce = replace(LIMITS, max_total_tokens=900)
+    found = {
+        one.name: astuple(counts_in(*simulate(one.lengths, scarce, LineCosts(KNOWN))))
+        for one in batches(None)
+        if one.scarce
+    }
+    assert found == STOCK

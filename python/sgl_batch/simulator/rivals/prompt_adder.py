@@ -42,7 +42,7 @@ def next_prompts(state: State, kv: KVState, plan: Plan, ratio: TokenRatio) -> tu
         if lacks or budget <= 0 or not _is_last(chunk):
             break
     # A batch of prompts that finds none running begins a new running batch, which is not full.
-    ratio.full = lacks and state.running > 0
+    ratio.full = lacks and state.running + ratio.ended > 0
     return tuple(chunks)
 
 

@@ -38,9 +38,13 @@ class PrefillFirst:
         ratio = kv.admission.policy
         assert isinstance(ratio, TokenRatio), "SGLang's admission goes by its new-token ratio"
         ratio.decoded(state.steps)
-        if not state.running or plan.boundary_tokens > 1:
+        if plan.boundary_tokens > 1 or (ratio.full and not state.running):
             ratio.drop_ended()
-        if chunks := next_prompts(state, kv, plan, ratio):
+        chunks = next_prompts(state, kv, plan, ratio)
+        if not chunks and not state.running and ratio.ended:
+            ratio.drop_ended()
+            chunks = next_prompts(state, kv, plan, ratio)
+        if chunks:
             ratio.prefills = True
             return (Step(prefill=chunks, decode=()),)
         ratio.prefills = False
