@@ -21,7 +21,7 @@ READY = ("ready", "stalled")
 class MemberView:
     """An instance for people.
 
-    `phase`: of its engine, or draining. `lines_per_s`: 0 where it is not known yet. `stats`: since the instance started.
+    `phase`: of its engine, or draining. `lines_per_s`: 0 where it is not known yet. `stats`: since its start.
     """
 
     name: str
