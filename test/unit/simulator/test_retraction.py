@@ -32,6 +32,9 @@ class Passes:
         self.seen.append(f"p{work.prompts}" if work.prompts else f"d{work.rows}")
         return LinearCosts(self.ranks).of_pass(work)
 
+    def of_boundary(self) -> PassTime:
+        return LinearCosts(self.ranks).of_boundary()
+
 
 def run(
     lengths: list[tuple[int, int]], *, pages: int, rows: int = 16, scheduler: Scheduler | None = None, most: int = 0
