@@ -23,6 +23,7 @@ from sgl_batch.jobs.batch_service.settings import (
     DEFAULT_MAX_LINE_BYTES,
     ServiceSettings,
 )
+from sgl_batch.jobs.cost import add_price_flag, parse_price
 
 DEFAULT_JOBS_DIR = "sgl_batch_jobs"
 DEFAULT_STALL_S = 300.0
@@ -94,6 +95,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="the longest request line of a job; written as --max-file-bytes (default: %(default)s)",
     )
+    add_price_flag(group, "jobs then show their cost")
     group.add_argument(
         "--allow-unauthenticated",
         action="store_true",
@@ -158,6 +160,7 @@ def parse_front_options(argv: Sequence[str]) -> FrontOptions:
         max_job_lines=args.max_job_lines,
         max_in_flight=args.max_in_flight,
         max_line_bytes=_bytes("--max-line-bytes", args.max_line_bytes),
+        price_per_hour=parse_price(args.price_per_hour),
     )
     return FrontOptions(
         host=args.host,

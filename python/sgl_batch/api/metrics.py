@@ -18,6 +18,7 @@ from sgl_batch.api.pass_through import PassThrough
 from sgl_batch.api.supervisor import EngineSupervisor
 from sgl_batch.core.answers import EngineStats
 from sgl_batch.jobs.batch_service.objects import ServiceSnapshot
+from sgl_batch.jobs.cost import EngineTime, cost_of
 
 _PREFIX = "sgl_batch:"
 _ENGINE_WITHIN_S = 2.0
@@ -44,6 +45,7 @@ _COUNTERS = {
     "storage_failures": ("storage_failures", "Writes to the jobs directory that failed"),
     "jobs_created": ("jobs_created", "Jobs that were created"),
     "jobs_ended": ("jobs_ended", "Jobs that have ended"),
+    "engine_s": ("jobs_engine_seconds", "Time in which the engine had request lines of jobs"),
 }
 
 
@@ -77,6 +79,10 @@ def _service_metrics(snapshot: ServiceSnapshot) -> Iterable[Metric]:
     yield _gauge("storage_ok", "Whether the jobs directory can be written", int(snapshot.storage.ok))
     for name, (ours, text) in _COUNTERS.items():
         yield _counter(ours, text, snapshot.counters.get(name, 0))
+    if snapshot.price_per_hour is not None:
+        time = EngineTime(seconds=snapshot.counters.get("engine_s", 0.0))
+        cost = cost_of(time, snapshot.price_per_hour).amount
+        yield _counter("jobs_cost", "What that time costs, in the currency of --price-per-hour", cost)
 
 
 def _engine_metrics(stats: EngineStats) -> Iterable[Metric]:

@@ -27,6 +27,16 @@ def test_limits_of_jobs_are_the_services(tmp_path):
     assert (service.max_job_lines, service.max_in_flight, service.max_line_bytes) == (7, 3, 2048)
 
 
+def test_the_price_of_an_hour_is_the_services(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("price-per-hour: 3\n")
+    assert parse_front_options([]).service.price_per_hour is None
+    assert parse_front_options(["--price-per-hour", "2.5"]).service.price_per_hour == 2.5
+    assert parse_front_options(["--config", str(file)]).service.price_per_hour == 3.0
+    with pytest.raises(ConfigError, match="--price-per-hour is '-2'; it takes a number"):
+        parse_front_options(["--price-per-hour=-2"])
+
+
 def test_the_level_of_the_log_is_the_engines_too():
     options = parse_front_options(["--log-level", "warning"])
     assert options.log_level == "warning"

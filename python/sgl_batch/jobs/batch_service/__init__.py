@@ -37,6 +37,7 @@ What is durable when
 - A file, when its upload returns. A job, when `create_batch` returns.
 - A line, when its transaction has committed. It counts in `request_counts` from then on, never before. The key of its
   row (job, line) makes it count once, even if a crash or a full disk has it committed twice.
+- A job's part of the engine's time (engine_shares.py), with each of its commits, at its end, and when the server stops.
 - Groups of suspects, before their lines run again.
 - Not durable: lines in flight, and their partial outputs (in memory, for the next engine).
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sgl_batch.core.plan_rates import Load
+from sgl_batch.jobs.batch_service.engine_shares import EngineShare
 from sgl_batch.jobs.batch_service.fair_share import JobShare, weight_of
 from sgl_batch.jobs.batch_service.input_reader import InputReader
 from sgl_batch.jobs.batch_service.lifecycle import JobStatus
@@ -29,7 +30,11 @@ class ActiveJob:
             output_tokens=row.output_tokens,
             cached_tokens=row.cached_tokens,
             reasoning_tokens=row.reasoning_tokens,
+            engine_lines=row.engine_lines,
+            engine_input_tokens=row.engine_input_tokens,
+            engine_output_tokens=row.engine_output_tokens,
         )
+        self.engine_share = EngineShare(seconds=row.engine_s)
         self.lines = LineStates(0)
         self._input_reader: InputReader | None = None
         self.share = JobShare(

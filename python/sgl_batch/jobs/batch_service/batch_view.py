@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_batch.jobs.batch_service.active_job import ActiveJob
 from sgl_batch.jobs.batch_service.fair_share import weight_of
+from sgl_batch.jobs.batch_service.job_time import time_fields
 from sgl_batch.jobs.batch_service.lifecycle import ENDED, JobStatus
 from sgl_batch.jobs.batch_service.objects import BatchObject, FileObject, StorageState
 from sgl_batch.jobs.batch_service.window_judgement import PlannedWork, by_plan, by_rate
@@ -57,6 +58,7 @@ def batch_object(
     engine_ready: bool,
     storage: StorageState,
     planned: PlannedWork | None = None,
+    price_per_hour: float | None = None,
 ) -> BatchObject:
     """Return the object of a job; `active` is given while it has not ended, `planned` where the engine has a plan.
 
@@ -75,6 +77,7 @@ def batch_object(
         "seed": row.seed,
         "continue_from": row.continue_from,
         "percent": round(100 * (completed + failed) / row.total, 2) if row.total else 0.0,
+        **time_fields(active or row, planned, price_per_hour),
     }
     if active is not None and row.status not in ENDED:
         extra |= _progress(active, now, planned)

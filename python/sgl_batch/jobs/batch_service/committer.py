@@ -19,6 +19,7 @@ from sgl_batch.jobs.batch_service.storage_guard import StorageGuard
 from sgl_batch.jobs.failpoints import failpoint
 from sgl_batch.jobs.job_store.database import transaction
 from sgl_batch.jobs.job_store.result_rows import (
+    JobResults,
     ResultRow,
     Totals,
     add_results,
@@ -112,25 +113,22 @@ class Committer:
     def _write_result_lines(
         self, connection: sqlite3.Connection, by_job: Sequence[tuple[ActiveJob, list[tuple[int, ResultLine]]]]
     ) -> None:
-        added: list[tuple[int, list[ResultRow], Totals, int]] = []
+        added: list[JobResults] = []
         for job, lines in by_job:
             if self._after_failure:  # the failed transaction may have been committed all the same
                 finished = finished_among(connection, job.row.seq, [index for index, _ in lines])
                 lines = [one for one in lines if one[0] not in finished]
             committed_bytes = segment_bytes(connection, job.row.seq)
-            rows, totals, end = self._append(job, committed_bytes, lines)
-            added.append((job.row.seq, rows, totals, end))
+            added.append(self._append(job, committed_bytes, lines))
         with transaction(connection):
-            for seq, rows, totals, end in added:
-                add_results(connection, seq, rows, totals, end)
-                clear_suspects(connection, [(seq, row.line_index) for row in rows])
+            for results in added:
+                add_results(connection, results)
+                clear_suspects(connection, [(results.job_seq, row.line_index) for row in results.rows])
             failpoint("committer.rows_written")
         failpoint("committer.committed")
 
-    def _append(
-        self, job: ActiveJob, committed_bytes: int, lines: Sequence[tuple[int, ResultLine]]
-    ) -> tuple[list[ResultRow], Totals, int]:
-        """Append to one job's segment. Return the rows, their totals and the new end of the segment."""
+    def _append(self, job: ActiveJob, committed_bytes: int, lines: Sequence[tuple[int, ResultLine]]) -> JobResults:
+        """Append to one job's segment. Return what the database gets."""
         path = self._store.directory.segment(job.id)
         offsets = self._segments.write(path, committed_bytes, [result_line.data for _, result_line in lines])
         rows = [
@@ -138,7 +136,13 @@ class Committer:
             for (index, result_line), offset in zip(lines, offsets, strict=True)
         ]
         totals = sum((result_line.totals for _, result_line in lines), start=Totals())
-        return rows, totals, committed_bytes + sum(row.num_bytes for row in rows)
+        return JobResults(
+            job_seq=job.row.seq,
+            rows=rows,
+            totals=totals,
+            segment_bytes=committed_bytes + sum(row.num_bytes for row in rows),
+            engine_s=job.engine_share.seconds,  # it was settled when the last of these lines left the engine
+        )
 
     def _count(self, result_line: ResultLine) -> None:
         counters = self._counters

@@ -17,6 +17,7 @@ from sgl_batch.jobs.batch_service.active_job import ActiveJob
 from sgl_batch.jobs.batch_service.committer import Committer
 from sgl_batch.jobs.batch_service.counters import ServiceCounters
 from sgl_batch.jobs.batch_service.engine_session import EngineSession, LineInFlight
+from sgl_batch.jobs.batch_service.engine_shares import EngineShares
 from sgl_batch.jobs.batch_service.fair_share import Turn, charge, join, next_turn
 from sgl_batch.jobs.batch_service.finished_line import FinishedLine, answered, refused
 from sgl_batch.jobs.batch_service.input_reader import Line
@@ -60,6 +61,7 @@ class Dispatcher:
         self._counters = counters
         self._clock = clock
         self._pace = ServicePace(clock())
+        self.engine_shares = EngineShares(clock)
         self._jobs: dict[int, ActiveJob] = {}
         self._session: EngineSession | None = None
         self._fills: dict[ActiveJob, asyncio.Task[None]] = {}
@@ -91,7 +93,7 @@ class Dispatcher:
             while True:
                 found_dead = session.engine if session is not None and session.death is not None else None
                 engine = await self._engines.available(other_than=found_dead)
-                self._session = session = EngineSession(engine, self._answered, self._dropped)
+                self._session = session = EngineSession(engine, self.engine_shares, self._answered, self._dropped)
                 await self._serve(session)
                 await asyncio.sleep(REPLACED_WAIT_S if session.death is None else 0)
         finally:

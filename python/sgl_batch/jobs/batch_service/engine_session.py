@@ -12,6 +12,7 @@ from sgl_batch.core.answers import LineResponse
 from sgl_batch.core.partial_output import PartialOutput
 from sgl_batch.errors import EngineError
 from sgl_batch.jobs.batch_service.active_job import ActiveJob
+from sgl_batch.jobs.batch_service.engine_shares import EngineShares
 from sgl_batch.jobs.line_engine import LineEngine
 from sgl_batch.jobs.request_line import RequestLine
 from sgl_batch.jobs.result_lines import internal_error_response, result_token
@@ -33,17 +34,20 @@ class LineInFlight:
 class EngineSession:
     """The lines that one engine has.
 
-    `on_answer` gets each answer. `on_dropped` gets each line that leaves the engine without an answer.
+    `shares` accounts for the time of lines in the engine. `on_answer` gets each answer. `on_dropped` gets each line
+    that leaves the engine without an answer.
     """
 
     def __init__(
         self,
         engine: LineEngine,
+        shares: EngineShares,
         on_answer: Callable[[LineInFlight, LineResponse], None],
         on_dropped: Callable[[LineInFlight], None],
     ) -> None:
         self.engine = engine
         self.death: EngineError | None = None
+        self._shares = shares
         self._on_answer = on_answer
         self._on_dropped = on_dropped
         self._tasks: dict[asyncio.Task[LineResponse], LineInFlight] = {}
@@ -58,6 +62,7 @@ class EngineSession:
         """Give a line to the engine."""
         task = asyncio.ensure_future(self.engine.respond(one.line.url, one.line.body, one.partial_output))
         self._tasks[task] = one
+        self._shares.enter(one.job.engine_share)
         task.add_done_callback(partial(self._ended, one))
 
     async def drop(self, job: ActiveJob) -> None:
@@ -84,6 +89,7 @@ class EngineSession:
 
     def _ended(self, one: LineInFlight, task: asyncio.Task[LineResponse]) -> None:
         del self._tasks[task]
+        self._shares.leave(one.job.engine_share)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, EngineError) and self.death is None:
             self.death = error

@@ -75,7 +75,8 @@ def _encode_answer(job_id: str, index: int, custom_id: str, number: int, respons
     except (RecursionError, TypeError) as error:  # nested too deeply, or not JSON: the other lines go on
         response = internal_error_response(token, error)
         data = answered_result_line(token, custom_id, number, response)
-    return ResultLine(data=data, totals=usage_totals(response.body, failed=response.status_code != 200))
+    totals = usage_totals(response.body, failed=response.status_code != 200)
+    return ResultLine(data=data, totals=totals.of_engine())
 
 
 def _encode_refusal(job_id: str, line: RefusedLine) -> ResultLine:

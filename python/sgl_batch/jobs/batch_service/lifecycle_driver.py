@@ -232,7 +232,8 @@ class LifecycleDriver:
                 insert_file(db, file)
             clear_suspects_of_job(db, job.row.seq)
 
-        await self._move(ending, add_files, has_output=int(sizes.output > 0), has_errors=int(sizes.errors > 0))
+        has = {"has_output": int(sizes.output > 0), "has_errors": int(sizes.errors > 0)}
+        await self._move(ending, add_files, **has, engine_s=job.engine_share.seconds)
         failpoint("driver.ended")
 
     async def _settle_ending(self) -> JobStatus:

@@ -38,7 +38,10 @@ class BatchObject:
     percent, lines_per_s, tokens_in_per_s, tokens_out_per_s, eta_s, expected_completion_at, window_at_risk (bool),
     window_text, judged_by (what these four are from: "rate" | "plan"), contiguous_lines (finished lines before the
     first unfinished one), output_file_id and error_file_id (known from the start), in_flight, seed, continue_from,
-    engine ("ready" | "absent"), storage ({ok, message, since}).
+    engine ("ready" | "absent"), storage ({ok, message, since}), engine_time ({seconds, lines, input_tokens,
+    output_tokens}: the job's part of the engine's time, and what the engine answered in it), expected_engine_time (of
+    the whole job, while it runs: the same, and judged_by), and with a price of the engine cost ({price_per_hour,
+    amount, per_million_lines, per_million_output_tokens, per_million_tokens, expected}: as `jobs.cost` makes it).
     """
 
     id: str
@@ -121,7 +124,8 @@ class ServiceSnapshot:
 
     `jobs` are those that have not ended. `counters` only grow, from the service's start: lines_completed, lines_failed,
     lines_rerun, lines_resumed, tokens_resumed, tokens_in, tokens_out, commits, commit_s, committed_bytes,
-    engine_deaths, storage_failures, jobs_created and jobs_ended. `partial_output_tokens` are those known of lines
+    engine_deaths, storage_failures, jobs_created, jobs_ended and engine_s (the time in which the engine had lines of
+    jobs). `partial_output_tokens` are those known of lines
     without an answer, which are kept when the engine dies. `finished_s_ago` is the time since a line was finished
     (None: no job runs). `fault` is a fault of the program itself that has stopped a part of the service; a service with
     a fault is not healthy.
@@ -137,6 +141,7 @@ class ServiceSnapshot:
     finished_s_ago: float | None
     fault: str | None
     counters: Mapping[str, float]
+    price_per_hour: float | None = None
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class BatchService:
         first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
         self._engines = engines
+        self._price_per_hour = settings.price_per_hour
         self._clock = clock
         self._tick_s = tick_s
         self._store = JobStore(JobsDirectory(settings.jobs_dir))
@@ -148,6 +149,8 @@ class BatchService:
         await _cancelled(others)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._committer.flush(), FLUSH_WAIT_S)
+            with suppress(StorageError):
+                await asyncio.wait_for(self._keep_engine_times(), FLUSH_WAIT_S)
         await _cancelled([*self._tasks, committing])
         with suppress(StorageError):
             await self._committer.close()
@@ -253,7 +256,12 @@ class BatchService:
             storage=self.storage,
             finished_s_ago=idle_s,
             fault=self._fault,
-            counters={**self._counters.as_dict(), "storage_failures": float(self._guard.num_failures)},
+            counters={
+                **self._counters.as_dict(),
+                "storage_failures": float(self._guard.num_failures),
+                "engine_s": self._dispatcher.engine_shares.busy_s(),
+            },
+            price_per_hour=self._price_per_hour,
         )
 
     @property
@@ -292,6 +300,16 @@ class BatchService:
             job.over.set()
         return self._shown(row, self._planned())
 
+    async def _keep_engine_times(self) -> None:
+        """Write what jobs had of the engine since their last commits."""
+        times = [(job.id, job.engine_share.seconds) for job in self._jobs.values()]
+
+        def keep(db: sqlite3.Connection) -> None:
+            for job_id, engine_s in times:
+                update_job(db, job_id, {"engine_s": engine_s})
+
+        await self._store.write(keep)
+
     def _begin(self, job: ActiveJob) -> None:
         self._jobs[job.id] = job
         self._keep(self._drive(job))
@@ -324,13 +342,17 @@ class BatchService:
         return planned_work(self._engines.current(), self._jobs.values())
 
     def _shown(self, row: JobRow, planned: PlannedWork | None) -> BatchObject:
+        active = self._jobs.get(row.id)
+        if active is not None:
+            self._dispatcher.engine_shares.settle(active.engine_share)
         return batch_object(
             row,
-            self._jobs.get(row.id),
+            active,
             now=self._clock(),
             engine_ready=self._engines.current() is not None,
             storage=self.storage,
             planned=planned,
+            price_per_hour=self._price_per_hour,
         )
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:

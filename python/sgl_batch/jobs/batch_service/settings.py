@@ -14,7 +14,7 @@ DEFAULT_MAX_LINE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
-    """Where jobs lie, and the limits of files, jobs, lines and lines in flight."""
+    """Where jobs lie, the limits of files, jobs, lines and lines in flight, and the price of the engine for an hour."""
 
     jobs_dir: Path
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
@@ -22,3 +22,4 @@ class ServiceSettings:
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     max_in_flight_bytes: int = DEFAULT_MAX_IN_FLIGHT_BYTES
     max_line_bytes: int = DEFAULT_MAX_LINE_BYTES
+    price_per_hour: float | None = None

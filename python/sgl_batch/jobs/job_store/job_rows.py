@@ -42,6 +42,10 @@ class JobRow:
     output_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    engine_s: float = 0.0
+    engine_lines: int = 0
+    engine_input_tokens: int = 0
+    engine_output_tokens: int = 0
     segment_bytes: int = 0
     created_at: int
     expires_at: int

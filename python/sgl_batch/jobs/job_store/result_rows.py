@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LineKey = tuple[int, int]
 """(seq of the job, index of the line)."""
@@ -13,7 +13,7 @@ LineKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What finished lines add to the counts of their job's row."""
+    """What finished lines add to the counts of their job's row. `engine_`: of those that the engine answered."""
 
     completed: int = 0
     failed: int = 0
@@ -21,6 +21,18 @@ class Totals:
     output_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    engine_lines: int = 0
+    engine_input_tokens: int = 0
+    engine_output_tokens: int = 0
+
+    def of_engine(self) -> Totals:
+        """Return the same totals, of lines that the engine answered."""
+        return replace(
+            self,
+            engine_lines=self.completed + self.failed,
+            engine_input_tokens=self.input_tokens,
+            engine_output_tokens=self.output_tokens,
+        )
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(
@@ -30,6 +42,9 @@ class Totals:
             output_tokens=self.output_tokens + other.output_tokens,
             cached_tokens=self.cached_tokens + other.cached_tokens,
             reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
+            engine_lines=self.engine_lines + other.engine_lines,
+            engine_input_tokens=self.engine_input_tokens + other.engine_input_tokens,
+            engine_output_tokens=self.engine_output_tokens + other.engine_output_tokens,
         )
 
 
@@ -48,19 +63,33 @@ def segment_bytes(connection: sqlite3.Connection, job_seq: int) -> int:
     return int(connection.execute("SELECT segment_bytes FROM jobs WHERE seq = ?", (job_seq,)).fetchone()[0])
 
 
-def add_results(
-    connection: sqlite3.Connection, job_seq: int, rows: Sequence[ResultRow], totals: Totals, segment_bytes: int
-) -> None:
-    """Add the rows of one job's lines, and add `totals` to the job's counts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResults:
+    """What one commit brings to one job: its rows, their totals, and where its segment and its engine time are then."""
+
+    job_seq: int
+    rows: Sequence[ResultRow]
+    totals: Totals
+    segment_bytes: int
+    engine_s: float
+
+
+def add_results(connection: sqlite3.Connection, results: JobResults) -> None:
+    """Add the rows of one job's lines, and add their totals to the job's counts."""
+    job_seq, rows, totals = results.job_seq, results.rows, results.totals
     values = [(job_seq, one.line_index, one.offset, one.num_bytes, one.failed) for one in rows]
     connection.executemany("INSERT INTO results VALUES (?, ?, ?, ?, ?)", values)
     connection.execute(
         """UPDATE jobs SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?,
             output_tokens = output_tokens + ?, cached_tokens = cached_tokens + ?,
-            reasoning_tokens = reasoning_tokens + ?, segment_bytes = ? WHERE seq = ?""",
+            reasoning_tokens = reasoning_tokens + ?, engine_lines = engine_lines + ?,
+            engine_input_tokens = engine_input_tokens + ?, engine_output_tokens = engine_output_tokens + ?,
+            engine_s = ?, segment_bytes = ? WHERE seq = ?""",
         (
             *(totals.completed, totals.failed, totals.input_tokens, totals.output_tokens),
-            *(totals.cached_tokens, totals.reasoning_tokens, segment_bytes, job_seq),
+            *(totals.cached_tokens, totals.reasoning_tokens),
+            *(totals.engine_lines, totals.engine_input_tokens, totals.engine_output_tokens),
+            *(results.engine_s, results.segment_bytes, job_seq),
         ),
     )
 

@@ -8,6 +8,7 @@ import pytest
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.job_store.database import connect, migrate, migrations, transaction
+from sgl_batch.jobs.job_store.job_rows import known_job
 
 
 def test_a_database_newer_than_the_program_is_refused(tmp_path):
@@ -20,6 +21,19 @@ def test_a_database_newer_than_the_program_is_refused(tmp_path):
     connection.execute(f"PRAGMA user_version = {newest + 1}")
     with pytest.raises(ConfigError, match=f"has version {newest + 1} and this program knows versions up to {newest}"):
         migrate(connection, path)
+    connection.close()
+
+
+def test_a_job_of_an_earlier_program_has_had_no_engine_time(tmp_path):
+    connection = connect(tmp_path / "jobs.sqlite")
+    for number in (1, 2):
+        connection.executescript(f"{migrations()[number]}; PRAGMA user_version = {number}")
+    names = "id, status, endpoint, completion_window, input_file_id, seed, taken_over, output_file_id, error_file_id"
+    values = ("batch_1", "in_progress", "/v1/completions", "24h", "file-1", 0, 1, "file-2", "file-3", 7, 0, 0)
+    connection.execute(f"INSERT INTO jobs ({names}, completed, created_at, expires_at) VALUES (?{', ?' * 11})", values)
+    migrate(connection, tmp_path / "jobs.sqlite")
+    row = known_job(connection, "batch_1")
+    assert (row.completed, row.engine_s, row.engine_lines, row.engine_output_tokens) == (7, 0.0, 0, 0)
     connection.close()
 
 
