@@ -121,6 +121,13 @@ def money(amount: float) -> str:
     return f"{amount:.{2 - math.floor(math.log10(amount))}f}"
 
 
+def amount_text(cost: Mapping[str, Any]) -> str:
+    """Return the amount of a job's cost in JSON, and of the whole job where it is known."""
+    expected = cost.get("expected")
+    whole = f" of about {money(expected['amount'])}" if expected else ""
+    return f"{money(cost['amount'])}{whole}"
+
+
 def per_million_text(cost: Mapping[str, Any]) -> str:
     """Return the figures for a million of a cost in JSON, as a line; empty without any."""
     names = {

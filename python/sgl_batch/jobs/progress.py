@@ -12,7 +12,10 @@ _SAMPLE_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One moment of a run. Rates are per second over the last minute; `eta_s` is None while unknown."""
+    """One moment of a run. Rates are per second over the last minute; `eta_s` is None while unknown.
+
+    `cost`: a text, empty where no price is given.
+    """
 
     total: int
     done: int
@@ -26,6 +29,7 @@ class Snapshot:
     eta_s: float | None
     idle_s: float  # since a line was finished or a token counted
     lines_per_s: float = 0.0
+    cost: str = ""
 
 
 @dataclass(frozen=True, slots=True)

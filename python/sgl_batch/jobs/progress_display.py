@@ -137,15 +137,18 @@ def plain_line(snapshot: Snapshot) -> str:
 
 
 def details(snapshot: Snapshot) -> str:
-    """Return failures, rates and ETA, with a warning when nothing has moved for a while."""
+    """Return failures, rates, ETA and cost, with a warning when nothing has moved for a while."""
     parts = [f"{snapshot.failed:,} failed"] if snapshot.failed else []
     parts.append(f"in {snapshot.tokens_in_per_s:,.0f} tok/s")
     parts.append(f"out {snapshot.tokens_out_per_s:,.0f} tok/s")
-    if snapshot.done < snapshot.total:
+    is_running = snapshot.done < snapshot.total
+    if is_running:
         parts.append(f"{snapshot.in_flight:,} in flight")
         parts.append("ETA ?" if snapshot.eta_s is None else f"ETA {duration(snapshot.eta_s)}")
-        if snapshot.idle_s >= SHOW_IDLE_AFTER_S:
-            parts.append(f"nothing finished for {duration(snapshot.idle_s)}")
+    if snapshot.cost:
+        parts.append(snapshot.cost)
+    if is_running and snapshot.idle_s >= SHOW_IDLE_AFTER_S:
+        parts.append(f"nothing finished for {duration(snapshot.idle_s)}")
     return ", ".join(parts)
 
 

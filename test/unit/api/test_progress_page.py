@@ -67,3 +67,10 @@ def test_a_job_shows_its_priority_window_age_and_name():
     for shown in ('["priority", count(x.priority)]', '["window", job.completion_window]', '["age", '):
         assert shown in panel
     assert ".name || x.name" in panel
+
+
+def test_a_job_with_a_cost_shows_it():
+    panel = PAGE[PAGE.index("function jobPanel") : PAGE.index("function chart")]
+    assert "if (x.cost) pairs.push(...costs(x.cost))" in panel
+    for key in ("amount", "expected", "per_million_lines", "per_million_output_tokens", "per_million_tokens"):
+        assert key in PAGE[PAGE.index("function costs") : PAGE.index("function showHealth")]

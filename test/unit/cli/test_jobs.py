@@ -113,6 +113,10 @@ def test_four_commands_bring_the_answers(server: Running, capsys: pytest.Capture
     assert jobs_command(["list"]) == 0
     assert f"{job}  in.jsonl  completed" in (table := capsys.readouterr().out)
     assert table.split()[-3:-1] == ["3", "24h"], "priority and window"
+    assert jobs_command(["get", job, "--json", "--price-per-hour", "3600"]) == 0
+    more = json.loads(capsys.readouterr().out)["x_sgl_batch"]
+    assert more["cost"]["amount"] == more["engine_time"]["seconds"]
+    assert more["engine_time"]["lines"] == 3
     assert sorted(path.name for path in Path().iterdir() if path.is_file()) == [
         "in.jsonl",
         "out.errors.jsonl",

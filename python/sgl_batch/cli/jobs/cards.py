@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
+from sgl_batch.jobs.cost import amount_text, money, per_million_text
 from sgl_batch.jobs.progress_display import duration
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -45,9 +46,16 @@ def exit_code(job: Mapping[str, Any]) -> int:
 
 
 def table(jobs: Iterable[Mapping[str, Any]], now: float) -> str:
-    """Return a table with a row for each job; words are aligned left, numbers right."""
-    rows = [_HEAD, *(_row(job, now) for job in jobs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    """Return a table with a row for each job; words are aligned left, numbers right.
+
+    It has a column of costs where a job has a cost.
+    """
+    shown = list(jobs)
+    rows = [_HEAD, *(_row(job, now) for job in shown)]
+    if any("cost" in extra(job) for job in shown):
+        costs = ["cost", *map(_short_cost, shown)]
+        rows = [(*row, cost) for row, cost in zip(rows, costs, strict=True)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [
@@ -74,6 +82,27 @@ def _row(job: Mapping[str, Any], now: float) -> tuple[str, ...]:
         str(job.get("completion_window") or "-"),
         duration(max(now - float(job.get("created_at") or now), 0.0)),
     )
+
+
+def _short_cost(job: Mapping[str, Any]) -> str:
+    cost = extra(job).get("cost")
+    if not cost:
+        return "-"
+    return money(cost["amount"]) + (f"/{money(cost['expected']['amount'])}" if cost.get("expected") else "")
+
+
+def _cost(more: Mapping[str, Any]) -> str:
+    """Return a job's cost in words; empty where no price is given."""
+    if "cost" not in more:
+        return ""
+    cost = more["cost"]
+    if not cost:
+        return "unknown: the server does not say what time of its engine the job had"
+    whole = cost.get("expected")
+    by_plan = (more.get("expected_engine_time") or {}).get("judged_by") == "plan"
+    text = amount_text(cost) + (" (by the plan)" if whole and by_plan else "")
+    per_million = per_million_text(whole or cost)
+    return f"{text}; {per_million}" if per_million else text
 
 
 def card(job: Mapping[str, Any], now: float) -> str:
@@ -119,7 +148,8 @@ def last_words(job: Mapping[str, Any]) -> str:
     missing = total - completed - failed
     unfinished = f", {missing:,} not finished" if missing > 0 else ""
     head = f"{job['id']} {job.get('status')}: {completed:,} of {total:,} lines ok, {failed:,} failed{unfinished}{took}"
-    return "\n".join([head, *faults(job)])
+    cost = _cost(extra(job))
+    return "\n".join([head, *([f"cost {cost}"] if cost else []), *faults(job)])
 
 
 def _speed(more: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -141,6 +171,7 @@ def _rest(job: Mapping[str, Any], more: Mapping[str, Any]) -> list[tuple[str, st
             "tokens",
             f"{usage['input_tokens']:,} in, {usage['output_tokens']:,} out" if usage.get("total_tokens") else "",
         ),
+        ("cost", _cost(more)),
         ("metadata", metadata),
         ("continues", str(more.get("continue_from") or "")),
         ("engine", "absent; the job waits for it" if more.get("engine") == "absent" else ""),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sgl_batch.cli.jobs.options import STDIN, STDOUT, check_target, errors_path, parse_jobs_options
+from sgl_batch.cli.jobs.prices import at_price
 from sgl_batch.cli.run.options import row_rules
 from sgl_batch.errors import ConfigError, SglBatchError
 from sgl_batch.jobs.line_reader import UTF8_BOM
@@ -83,7 +84,8 @@ def _continue(client: JobsClient, args: argparse.Namespace) -> int:
 
 
 def _create(client: JobsClient, args: argparse.Namespace, body: Mapping[str, Any]) -> int:
-    job = client.create({**body, **({"metadata": args.metadata} if args.metadata else {})}, args.idempotency_key)
+    made = client.create({**body, **({"metadata": args.metadata} if args.metadata else {})}, args.idempotency_key)
+    job = at_price(made, args.price_per_hour)
     is_waited_for = args.wait or args.watch or args.output is not None
     if not (args.json and is_waited_for):  # with --json, the job is printed once, at its end
         _print(job if args.json else job["id"])
@@ -102,7 +104,8 @@ def _follow(client: JobsClient, args: argparse.Namespace, *, is_shown: bool) -> 
     from sgl_batch.cli.jobs.cards import exit_code, last_words
     from sgl_batch.cli.jobs.watching import choose_watch_display, watch
 
-    job = watch(lambda: client.get(args.id), choose_watch_display(sys.stderr) if is_shown else None)
+    display = choose_watch_display(sys.stderr) if is_shown else None
+    job = watch(lambda: at_price(client.get(args.id), args.price_per_hour), display)
     if args.json:
         _print(job)
     else:
@@ -115,7 +118,7 @@ def _follow(client: JobsClient, args: argparse.Namespace, *, is_shown: bool) -> 
 def _list(client: JobsClient, args: argparse.Namespace) -> int:
     from sgl_batch.cli.jobs.cards import table
 
-    jobs = client.jobs(None if args.all else args.limit)
+    jobs = (at_price(job, args.price_per_hour) for job in client.jobs(None if args.all else args.limit))
     if args.json:
         for job in jobs:
             sys.stdout.write(json.dumps(job) + "\n")
@@ -128,7 +131,7 @@ def _list(client: JobsClient, args: argparse.Namespace) -> int:
 def _get(client: JobsClient, args: argparse.Namespace) -> int:
     from sgl_batch.cli.jobs.cards import card
 
-    job = client.get(args.id)
+    job = at_price(client.get(args.id), args.price_per_hour)
     _print(job if args.json else card(job, time.time()))
     return 0
 

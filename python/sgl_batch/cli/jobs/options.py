@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_batch.cli.run.options import UsageParser, add_table_flags
 from sgl_batch.errors import ConfigError
+from sgl_batch.jobs.cost import add_price_flag, parse_price
 from sgl_batch.jobs.tables.sources import check_table, is_table
 
 DEFAULT_BASE_URL = "http://127.0.0.1:30000/v1"
@@ -85,6 +86,8 @@ def parse_jobs_options(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"the base URL {args.base_url} is not a web address; give one like {DEFAULT_BASE_URL}")
     if "id" in args and not _ID.fullmatch(args.id):
         raise ConfigError(f"{args.id!r} is not the id of a job; `sgl-batch jobs list` shows the ids")
+    if "price_per_hour" in args:
+        args.price_per_hour = parse_price(args.price_per_hour)
     if "metadata" in args:
         args.metadata = _metadata(args.metadata, args.priority)
     if args.command == "list" and args.limit < 1:
@@ -221,6 +224,8 @@ def _add_flags(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "list":
         add("--limit", type=int, default=20, metavar="N", text="list so many jobs (default: %(default)s)")
         add("--all", action="store_true", text="list all jobs")
+    if name not in ("cancel", "download"):
+        add_price_flag(parser, "costs are shown at this price, not at the server's")
     if name != "download":
         text = "print the job as JSON" if name != "list" else "print each job as a line of JSON"
         add("--json", action="store_true", text=text)

@@ -9,6 +9,7 @@ from typing import Protocol, TextIO
 
 from sgl_batch.cli.jobs.cards import ENDED, counts, extra
 from sgl_batch.cli.jobs.client import Job, ServerGoneError
+from sgl_batch.jobs.cost import amount_text
 from sgl_batch.jobs.progress import ProgressTracker, Snapshot
 from sgl_batch.jobs.progress_display import BarDisplay, ProgressDisplay, details, write_line
 
@@ -145,6 +146,7 @@ def _snapshot(job: Job, tracker: ProgressTracker) -> Snapshot:
         lines_per_s=float(more.get("lines_per_s", seen.lines_per_s)),
         eta_s=more.get("eta_s", seen.eta_s),
         idle_s=0.0,
+        cost=f"cost {amount_text(more['cost'])}" if more.get("cost") else "",
     )
 
 
