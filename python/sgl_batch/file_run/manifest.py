@@ -14,6 +14,7 @@ from typing import Any
 from sgl_batch.core.answers import EngineStats
 from sgl_batch.errors import ConfigError
 from sgl_batch.file_run.model_hash import MODEL_HASH_RULE, model_hash
+from sgl_batch.file_run.run_cost import RunCost
 from sgl_batch.file_run.run_result import RunResult, RunStatus
 from sgl_batch.installed_versions import versions_of
 from sgl_batch.jobs.line_reader import InputScan
@@ -39,6 +40,7 @@ class RunFacts:
     job_seed: int
     plan: Mapping[str, Any]
     resumed: Sequence[object] = ()
+    cost: RunCost | None = None
 
 
 class Manifest:
@@ -59,6 +61,7 @@ class Manifest:
             "seeds": {"job_seed": facts.job_seed, "rule": SEED_RULE},
             "plan": dict(facts.plan),
             **({"resumed": list(facts.resumed)} if facts.resumed else {}),
+            **({"cost": facts.cost.as_dict()} if facts.cost is not None else {}),
         }
 
     def write(self) -> None:
@@ -95,6 +98,7 @@ class Manifest:
             },
             "engine": None if result.stats is None else _describe_stats(result.stats),
             **({"prediction": result.plan.as_dict()} if result.plan is not None and result.plan.measured else {}),
+            **({"cost": result.cost.as_dict()} if result.cost is not None else {}),
             **({"refinements": [dict(one) for one in result.refinements]} if result.refinements else {}),
         }
         self.write()

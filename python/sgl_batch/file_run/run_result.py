@@ -9,6 +9,8 @@ from typing import Any
 
 from sgl_batch.core.answers import EngineStats
 from sgl_batch.file_run.plan_outcome import PlanOutcome
+from sgl_batch.file_run.run_cost import RunCost
+from sgl_batch.jobs.cost import EngineTime
 from sgl_batch.planner.workload import Workload
 
 MAX_FAILURE_CODES = 100
@@ -50,7 +52,7 @@ class RunResult:
     """The end of a run. `message` says why it did not complete. `stats` is None where the engine sent none.
 
     `lengths`: of the answered lines; None without any. `plan`: what became of the plan's prediction, where known.
-    `refinements`: what was decided about the plan during the run (file_run/plan_refiner).
+    `refinements`: what was decided about the plan during the run (file_run/plan_refiner). `cost`: None without a price.
     """
 
     status: RunStatus
@@ -66,12 +68,23 @@ class RunResult:
     lengths: Workload | None = None
     plan: PlanOutcome | None = None
     refinements: Sequence[Mapping[str, Any]] = ()
+    cost: RunCost | None = None
     kept: int = 0  # lines of an earlier run; tokens and time are those of this run
 
     @property
     def missing(self) -> int:
         """Lines that have neither an output nor an error."""
         return self.total - self.ok - self.failed
+
+    @property
+    def engine_time(self) -> EngineTime:
+        """The time that the run had its engine, with its own lines and tokens, without those that it kept."""
+        return EngineTime(
+            seconds=self.wall_s,
+            lines=self.ok + self.failed - self.kept,
+            input_tokens=self.tokens_in,
+            output_tokens=self.tokens_out,
+        )
 
     @property
     def exit_code(self) -> int:

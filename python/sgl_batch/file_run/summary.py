@@ -15,6 +15,8 @@ SHOWN_FAILURE_CODES = 8
 def format_summary(result: RunResult) -> str:
     """Return the summary as several lines for a terminal."""
     lines = [_headline(result), *_speed(result)]
+    if result.cost is not None:
+        lines.append(f"  cost        {result.cost.line()}")
     if result.failed:
         lines += _failures(result)
     if result.stats is not None:

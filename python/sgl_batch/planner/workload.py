@@ -34,6 +34,13 @@ class Workload:
     source: str = "given"
 
     @property
+    def tokens(self) -> tuple[int, int]:
+        """Return the tokens of all `count` prompts and of all outputs."""
+        times = self.count / len(self.requests)
+        prompts = sum(request.prompt for request in self.requests)
+        return round(times * prompts), round(times * sum(request.output for request in self.requests))
+
+    @property
     def longest(self) -> int:
         """Return the most tokens that a sequence has."""
         return max(request.prompt + request.output for request in self.requests)

@@ -79,7 +79,13 @@ class StartPlan:
         """Return it as JSON for a manifest, without the configuration."""
         message: dict[str, object] = {"source": self.source, "chosen": dict(self.chosen)}
         if self.workload is not None and self.prediction is not None:
-            message["workload"] = {"source": self.workload.source, "requests": self.workload.count}
+            prompts, outputs = self.workload.tokens
+            message["workload"] = {
+                "source": self.workload.source,
+                "requests": self.workload.count,
+                "prompt_tokens": prompts,
+                "output_tokens": outputs,
+            }
             message["predicted"] = self.prediction.as_dict()
             message["profile_again"] = self.again
         return message

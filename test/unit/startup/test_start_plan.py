@@ -41,6 +41,8 @@ def test_sizes_that_were_not_given_are_the_planners():
     assert plan.config == from_mapping(dict(plan.chosen))
     assert plan.source.startswith("measured profile of 2026-01-01: b_attn_prefill ")
     assert f"predicted {plan.prediction.seconds:,.1f} s for 600 requests" in plan.source
+    workload = plan.as_dict()["workload"]
+    assert (workload["prompt_tokens"], workload["output_tokens"]) == plan.workload.tokens
     assert plan.as_dict()["predicted"]["seconds"] == pytest.approx(plan.prediction.seconds, abs=0.001)
 
 

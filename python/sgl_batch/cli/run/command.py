@@ -30,6 +30,7 @@ from sgl_batch.file_run.ordered_output import OrderedOutput
 from sgl_batch.file_run.plan_outcome import compare
 from sgl_batch.file_run.plan_refiner import PlanRefiner
 from sgl_batch.file_run.resume import EarlierRun, RunFiles, read_earlier
+from sgl_batch.file_run.run_cost import PricedDisplay, RunCost
 from sgl_batch.file_run.run_result import RunResult, RunStatus
 from sgl_batch.file_run.summary import format_summary
 from sgl_batch.file_run.text_tokens import by_tokenizer
@@ -166,6 +167,8 @@ class _Run:
         self._resumed: tuple[object, ...] = ()
         self._waiting = WaitingResults(options.output)
         self._display: ProgressDisplay = choose_display(options.progress, sys.stderr)
+        if options.price_per_hour is not None:
+            self._display = PricedDisplay(self._display, options.price_per_hour)
 
     def run(self, prepare_engine: PrepareEngine) -> int:
         options = self._options
@@ -248,9 +251,11 @@ class _Run:
 
     def _run_on(self, engine: BatchEngine, input_path: Path, scan: InputScan, total: int, directory: Path) -> int:
         options, line_engine = self._options, engine.line_engine()
-        facts = self._facts(engine, line_engine, scan)
+        facts = self._facts(engine, line_engine, scan, total)
         manifest = Manifest(options.manifest, facts)
         self._display.note(f"settled at the start: {line_of(facts.plan['choices'])}")
+        if facts.cost is not None and (text := facts.cost.line()):
+            self._display.note(f"cost: {text}")
         with ExitStack() as files:
             output = files.enter_context(closing(self._open_output()))
             seen = files.enter_context(closing(SeenIds(directory / "seen.db")))
@@ -287,6 +292,8 @@ class _Run:
             if any(one.get("changes") for one in result.refinements):
                 outcome = replace(outcome, note="The plan changed during the run; it was predicted as it began.")
             result = replace(result, plan=outcome)
+        if facts.cost is not None:
+            result = replace(result, cost=facts.cost.at_end(result.engine_time))
         manifest.finish(result)
         self._report(result)
         return result.exit_code
@@ -389,8 +396,10 @@ class _Run:
         self._display.note(f"nothing is left to do: all {total:,} lines are done{more}. Output: {self._shown_output}")
         return 2 if failed else 0
 
-    def _facts(self, engine: BatchEngine, line_engine: LineEngine, scan: InputScan) -> RunFacts:
-        options = self._options
+    def _facts(self, engine: BatchEngine, line_engine: LineEngine, scan: InputScan, total: int) -> RunFacts:
+        options, plan = self._options, engine.plan_manifest()
+        left = total - (self._earlier.num_done if self._earlier else 0)
+        price = options.price_per_hour
         return RunFacts(
             run_id=self._run_id,
             argv=["sgl-batch", "run", *self._argv],
@@ -407,8 +416,9 @@ class _Run:
             model_path=options.model,
             served_model_names=line_engine.served_model_names,
             job_seed=options.seed,
-            plan=engine.plan_manifest(),
+            plan=plan,
             resumed=self._resumed,
+            cost=None if price is None else RunCost.begin(price, plan["planned"], left),
         )
 
     def _report(self, result: RunResult) -> None:

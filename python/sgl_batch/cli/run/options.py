@@ -17,6 +17,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.file_run.file_run import DEFAULT_MAX_IN_FLIGHT
 from sgl_batch.file_run.plan_refiner import DEFAULT_AFTER_MINUTES, DEFAULT_LEAST_LEFT
 from sgl_batch.file_run.table_output import TableOutput
+from sgl_batch.jobs.cost import add_price_flag, parse_price
 from sgl_batch.jobs.progress_display import MODES
 from sgl_batch.jobs.request_line import DEFAULT_MAX_LINE_BYTES
 from sgl_batch.jobs.seeds import MAX_JOB_SEED
@@ -88,6 +89,7 @@ class RunOptions:
     refine_after: float
     refine_least_left: int
     progress: str
+    price_per_hour: float | None
     overwrite: bool
     resume: bool
     retry_failed: bool
@@ -141,6 +143,7 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
         refine_after=args.refine_after,
         refine_least_left=args.refine_least_left,
         progress=args.progress,
+        price_per_hour=parse_price(args.price_per_hour),
         overwrite=args.overwrite,
         resume=args.resume,
         retry_failed=args.retry_failed,
@@ -254,6 +257,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add_count("--limit", None, "run only the first N lines")
     add_count("--seed", 0, "seed of the job; lines without a seed get one derived from it (default: %(default)s)")
     add("--progress", choices=MODES, default="auto", text="auto: a bar on a terminal, else plain lines")
+    add_price_flag(parser, "progress, summary and manifest then show the cost")
     add_count(
         "--max-in-flight", DEFAULT_MAX_IN_FLIGHT, "the most lines that the engine has at a time (default: %(default)s)"
     )

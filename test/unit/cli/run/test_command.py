@@ -278,6 +278,36 @@ def test_without_a_prediction_a_run_says_where_its_plan_is_from(job, capsys):
     assert "prediction" not in job.manifest()
 
 
+def test_with_a_price_the_cost_stands_in_progress_summary_and_manifest(job, capsys):
+    class Planned(InMemoryBatchEngine):
+        def plan_manifest(self):
+            workload = {"source": "made", "requests": 4, "prompt_tokens": 28, "output_tokens": 20}
+            return {
+                **super().plan_manifest(),
+                "planned": {"source": "made", "predicted": {"seconds": 72.0}, "workload": workload},
+            }
+
+    job.write("a", "b")
+    argv = job.argv("--progress", "plain", "--price-per-hour", "10")
+    assert run_command(argv, lambda *_: lambda: Planned(InMemoryEngine())) == 0
+    err, cost = capsys.readouterr().err, job.manifest()["cost"]
+    assert "cost: 0.100 (by the plan); a million lines 50,000.00" in err
+    assert "  cost        " in err
+    assert (cost["price_per_hour"], cost["before"]["amount"]) == (10.0, 0.1)
+    assert cost["amount"] == pytest.approx(10 * job.manifest()["wall_s"] / 3600, rel=0.1, abs=3e-6)
+    assert job.run("--overwrite") == 0
+    assert "cost " not in capsys.readouterr().err
+    assert "cost" not in job.manifest()
+
+
+def test_a_price_that_is_none_is_refused_in_one_line(job, capsys):
+    job.write("a")
+    assert job.run("--price-per-hour", "nan") == 1
+    error = "sgl-batch run: error: --price-per-hour is 'nan'; it takes a number of at least 0"
+    assert capsys.readouterr().err.startswith(error)
+    assert job.names == ["in.jsonl"]
+
+
 def test_the_resume_command_is_shortened_and_replaces_nothing(job, capsys):
     job.write("a", "die")
     body = json.dumps({"stop": ["x" * 300]})
