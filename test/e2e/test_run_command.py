@@ -126,7 +126,8 @@ def second_run(
             profile_path(model, **kinds), replace(made_profiles.profile(), machine=machine_facts(model, **kinds))
         )
         patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-        return run_command(mixed_input, mixed_input.with_name("again.jsonl"), "--seed", "7", *sub_batches)
+        more = (*sub_batches, "--price-per-hour", "3600")
+        return run_command(mixed_input, mixed_input.with_name("again.jsonl"), "--seed", "7", *more)
 
 
 def test_a_run_is_repeated_from_its_manifest_whatever_the_sub_batches(
@@ -157,7 +158,11 @@ def test_with_a_profile_a_run_takes_the_plan_and_says_what_was_predicted(
     assert prediction["before_s"] > 0
     assert prediction["predicted_s"].keys() == prediction["measured_s"].keys() >= {"prefill", "decode", "total"}
     assert "Predicted and measured" in second_run.stderr
-    assert "prediction" not in first_run.manifest
+    cost = second_run.manifest["cost"]
+    assert cost["amount"] == pytest.approx(second_run.manifest["wall_s"], abs=0.01)
+    assert cost["before"]["amount"] == pytest.approx(prediction["before_s"], rel=0.01)
+    assert cost["per_million_tokens"] < cost["per_million_output_tokens"] < cost["per_million_lines"]
+    assert not {"prediction", "cost"} & first_run.manifest.keys()
     assert "plan: conservative defaults (there is no profile of this model in float32" in first_run.stderr
 
 

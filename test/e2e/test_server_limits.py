@@ -29,7 +29,7 @@ def server(start_server: Callable[..., Server], tmp_path_factory: pytest.TempPat
     before = os.umask(0o022)
     jobs.mkdir(mode=0o755)
     (jobs / "jobs.sqlite").touch(mode=0o644)
-    yield start_server("--allow-unauthenticated-control", jobs_dir=jobs)
+    yield start_server("--allow-unauthenticated-control", "--price-per-hour", "3600", jobs_dir=jobs)
     os.umask(before)
 
 
@@ -89,6 +89,20 @@ def test_a_job_shows_its_name_and_priority_and_the_error_of_a_misplaced_field_na
     assert (shown["x_sgl_batch"]["name"], shown["x_sgl_batch"]["priority"]) == ("nightly", 20)
     with pytest.raises(openai.BadRequestError, match=r"use metadata\.priority"):
         create(client, [chat_line("a", "Say.")], extra_body={"priority": 20})
+
+
+def test_a_job_costs_the_time_that_it_took_of_the_engine(server: Server, client: openai.OpenAI) -> None:
+    batch = create(client, [chat_line(f"r{index}", "Say.", max_tokens=3) for index in range(4)])
+    deadline = time.monotonic() + WITHIN_S
+    while (batch := client.batches.retrieve(batch.id)).status != "completed":
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.05)
+    shown = batch.to_dict()
+    more = shown["x_sgl_batch"]
+    assert more["engine_time"]["lines"] == 4
+    assert more["engine_time"]["output_tokens"] == shown["usage"]["output_tokens"]
+    assert 0 < more["cost"]["amount"] == more["engine_time"]["seconds"] < WITHIN_S
+    assert "sgl_batch:jobs_cost_total" in requests.get(f"{server.url}/metrics", timeout=10).text
 
 
 @pytest.mark.parametrize("body", ["[]", "null", '{"messages": 3}', '{"messages": [], "response_format": 3}'])

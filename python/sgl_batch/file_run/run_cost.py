@@ -23,18 +23,24 @@ class RunCost:
     after: Cost | None = None
 
     @classmethod
-    def begin(cls, price_per_hour: float, planned: Mapping[str, Any], num_lines: int) -> RunCost:
-        """Return the cost before a run of `num_lines` lines.
+    def begin(
+        cls, price_per_hour: float, planned: Mapping[str, Any], num_lines: int, num_predicted: int | None = None
+    ) -> RunCost:
+        """Return the cost before a run. A prediction for another number of lines counts in proportion.
 
-        `planned`: what the manifest says about the plan (`StartPlan.as_dict`). Where the predicted batch has another
-        number of requests, its time counts in proportion.
+        Args:
+            price_per_hour: The price of the machine.
+            planned: What the manifest says about the plan (`StartPlan.as_dict`).
+            num_lines: The lines that the run answers.
+            num_predicted: The lines of the predicted batch; None where each of its requests counts as a line. (A line
+                with several choices is several requests.)
         """
         predicted, workload = planned.get("predicted"), planned.get("workload")
         if not predicted or not workload:
             return cls(price_per_hour=price_per_hour)
         time = EngineTime(
             seconds=predicted["seconds"],
-            lines=workload["requests"],
+            lines=num_predicted or workload["requests"],
             input_tokens=workload["prompt_tokens"],
             output_tokens=workload["output_tokens"],
         )

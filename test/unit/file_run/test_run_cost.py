@@ -38,6 +38,11 @@ def test_a_run_of_fewer_lines_than_the_predicted_batch_costs_less():
     assert (half.amount, half.per_million_lines) == (2.0, 4000.0)
 
 
+def test_a_line_of_several_choices_is_one_line():
+    cost = RunCost.begin(8.0, PLANNED, 250, 250).before
+    assert (cost.amount, cost.per_million_lines, cost.per_million_output_tokens) == (4.0, 16_000.0, 40.0)
+
+
 def test_without_a_prediction_nothing_is_said_before_a_run():
     cost = RunCost.begin(8.0, {"source": "conservative defaults"}, 500)
     assert (cost.line(), cost.as_dict()) == ("", {"price_per_hour": 8.0, "before": None})

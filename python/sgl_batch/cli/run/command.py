@@ -163,6 +163,7 @@ class _Run:
         self._argv = argv
         self._run_id = uuid.uuid4().hex
         self._earlier: EarlierRun | None = None
+        self._is_estimated = False
         self._was_completed = False
         self._resumed: tuple[object, ...] = ()
         self._waiting = WaitingResults(options.output)
@@ -203,8 +204,11 @@ class _Run:
             return None
         tokens = by_tokenizer(tokenizer)
         if is_table(source):
-            return sample_table(source, options.rows, options.limit, tokens)
-        return sample_workload(source, options.limit, tokens)
+            found = sample_table(source, options.rows, options.limit, tokens)
+        else:
+            found = sample_workload(source, options.limit, tokens)
+        self._is_estimated = found is not None
+        return found
 
     def _begin_spool(self) -> OwnedDirectory:
         """Make the directory for temporary files. Raises ConfigError where another run writes the same output now."""
@@ -399,7 +403,7 @@ class _Run:
     def _facts(self, engine: BatchEngine, line_engine: LineEngine, scan: InputScan, total: int) -> RunFacts:
         options, plan = self._options, engine.plan_manifest()
         left = total - (self._earlier.num_done if self._earlier else 0)
-        price = options.price_per_hour
+        price, predicted = options.price_per_hour, total if self._is_estimated else None
         return RunFacts(
             run_id=self._run_id,
             argv=["sgl-batch", "run", *self._argv],
@@ -418,7 +422,7 @@ class _Run:
             job_seed=options.seed,
             plan=plan,
             resumed=self._resumed,
-            cost=None if price is None else RunCost.begin(price, plan["planned"], left),
+            cost=None if price is None else RunCost.begin(price, plan["planned"], left, predicted),
         )
 
     def _report(self, result: RunResult) -> None:
