@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from linear_costs import LinearCosts, requests
 
 from sgl_batch.core.plan import PhasePlan, Plan
-from sgl_batch.planner.pass_cost import PassTime
 from sgl_batch.simulator.instance import Instance
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.rivals.lazy_pages import LazyPages
 from sgl_batch.simulator.rivals.static_binding import DecodeFirst, PrefillFirst
 from sgl_batch.simulator.rivals.token_ratio import TokenRatio
 from sgl_batch.simulator.scheduler import Scheduler
-from sgl_batch.simulator.work import PassWork
-
-
-@dataclass
-class Passes:
-    """Costs of a pass, which remember each pass: "p" with the prompts that it computes, or "d" with its rows."""
-
-    ranks: list[SimulatedRank]
-    seen: list[str] = field(default_factory=list)
-
-    @property
-    def sources(self) -> dict[str, str]:
-        return {}
-
-    def of_pass(self, work: PassWork) -> PassTime:
-        self.seen.append(f"p{work.prompts}" if work.prompts else f"d{work.rows}")
-        return LinearCosts(self.ranks).of_pass(work)
 
     def of_boundary(self) -> PassTime:
         return LinearCosts(self.ranks).of_boundary()
 
 
 def run(
-    lengths: list[tuple[int, int]], *, pages: int, rows: int = 16, scheduler: Scheduler | None = None, most: int = 0
+    lengths: list[tuple[int, int]], *, pages: int, rows: int = 16, scheduler: Scheduler | None = None
 ) -> tuple[list[str], SimulatedRank, list[int]]:
-    """Return the passes, the rank, and the sequences in the order in which they ended."""
+    """Return the passes, the rank, and the sequences in the order in which they gave up their pages.
+
+    A pass is "p" with the prompts that it computes, or "d" with its rows.
+    """
     prompts, outputs = zip(*lengths, strict=True)
     plan = Plan(
         prefill=PhasePlan(b_attn=512, b_moe=512),
@@ -57,11 +40,11 @@ def run(
         waits_last=scheduler is None,
         on_release=lambda one: released.append(int(one.sequence_id)),
     )
-    made = requests(prompts, outputs, [most or output for output in outputs])
+    made = requests(prompts, outputs)
     rank = SimulatedRank(made, range(len(lengths)), plan, form, request_slots=rows)
-    costs = Passes([rank])
-    Instance([rank], plan, scheduler or PrefillFirst(), costs).run()  # type: ignore[arg-type]
-    return costs.seen, rank, released
+    costs = LinearCosts()
+    Instance([rank], plan, scheduler or PrefillFirst(), costs).run()
+    return [f"p{one.prompts}" if one.prompts else f"d{one.rows}" for one in costs.passes], rank, released
 
 
 def test_a_full_batch_tries_prompts_again_one_step_after_a_sequence_has_ended():
