@@ -87,6 +87,8 @@ def _setups(policy: Policy, deployments: Sequence[Deployment], requests: Request
     for one in deployments:
         if longest <= one.running_tokens:
             for choice in policy.choices(one, prompt, whole):
+                if choice.together and are_alike(requests):
+                    continue  # all ranks have prompts at the same time
                 yield Setup(policy=policy, deployment=one, choice=choice)
 
 

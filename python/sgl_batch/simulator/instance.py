@@ -72,7 +72,7 @@ class Instance:
         self._scheduler, self._costs, self._arrivals, self._migration = scheduler, costs, arrivals, migration
         self._first_use, self._next_arrival, self._ended = first_use, arrivals(0.0), 0
         # By rank, how often it had changed when it decided to go on with plain steps.
-        self._steady = [-1] * len(ranks)
+        self._steady, self._holds_back = [-1] * len(ranks), False
         self._headers: list[RankHeader | None] = [None] * len(ranks)
 
     @property
@@ -117,6 +117,7 @@ class Instance:
 
     def _own_steps(self) -> bool:
         """Let each rank decide what it does next, and run the pass of all. Returns whether there was one."""
+        self._holds_back = self._scheduler.meet(self._active)
         passes = [self._own_step(number, rank) for number, rank in enumerate(self._active)]
         if not any(one is not None for one in passes):
             return False
@@ -126,7 +127,7 @@ class Instance:
     def _own_step(self, number: int, rank: SimulatedRank) -> RankPass | None:
         """Return the pass that a rank decides on. A plain step stays its decision while nothing changes."""
         unchanged = self._steady[number] == rank.changes and rank.running and not rank.arrived
-        if unchanged and rank.steps_to_boundary > 0:
+        if unchanged and not self._holds_back and rank.steps_to_boundary > 0:
             return PLAIN
         self._steady[number] = -1
         while True:
@@ -282,7 +283,7 @@ class Instance:
         prefills = any(one is not None and one.prompts.tokens for one in passes)
         decoding = [one is not None and one.decodes for one in passes]
         kv, rows = self._decoded(decoding)
-        steps = 1 if prefills else self._equal_steps(decoding, kv, rows)
+        steps = 1 if prefills or self._holds_back else self._equal_steps(decoding, kv, rows)
         time, busy = pass_time(self._active, passes, decoding, steps, self._costs)
         total = sum(rows)
         running = sum(len(rank.running) for rank in self._active)

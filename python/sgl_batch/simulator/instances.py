@@ -38,7 +38,7 @@ def make_instance(
     return Instance(
         ranks,
         plan,
-        policy.scheduler(ranks[0].form),
+        policy.scheduler(ranks[0].form, choice),
         costs,
         pool=NodePool(deployment.cluster.node_gpus) if policy.pools and not collapse else None,
         long_tail=long_tail(deployment, alike=dealt if collapse else 1) if policy.partitions else None,

@@ -14,7 +14,7 @@ from sgl_batch.simulator.cluster.engine_settings import EngineSettings
 from sgl_batch.simulator.cluster.engines import BATCHGEN, DEEPSPEED, FLEXGEN, MOE_LIGHTNING, SGLANG, SGLANG_SLICED, VLLM
 from sgl_batch.simulator.kv_forms import KVForm, RankPages, make_form
 from sgl_batch.simulator.rivals.lazy_pages import LazyPages
-from sgl_batch.simulator.rivals.static_binding import DecodeFirst, PrefillFirst
+from sgl_batch.simulator.rivals.static_binding import DecodeFirst, PrefillFirst, PrefillTogether
 from sgl_batch.simulator.rivals.static_block import StaticBlock
 from sgl_batch.simulator.rivals.token_ratio import TokenRatio
 from sgl_batch.simulator.scheduler import Ours, Scheduler
@@ -41,10 +41,14 @@ _DATA_ATTENTION = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a policy sets besides its regime: the most sequences that a rank decodes, and tokens of a prefill pass."""
+    """What a policy sets besides its regime: the most sequences that a rank decodes, and tokens of a prefill pass.
+
+    `together`: ranks hold prompts back until all of them have some.
+    """
 
     rows: int
     chunk: int
+    together: bool = False
 
     def plan(self) -> Plan:
         """Return the plan of these limits."""
@@ -59,7 +63,9 @@ class Choice:
 
     def text(self) -> str:
         """Return the limits in words."""
-        return f"up to {self.rows:,} sequences a rank, prompts in passes of {self.chunk:,} tokens"
+        return f"up to {self.rows:,} sequences a rank, prompts in passes of {self.chunk:,} tokens" + (
+            ", held back until all ranks have some" if self.together else ""
+        )
 
 
 Choices = Callable[[Deployment, float, float], Sequence[Choice]]
@@ -74,7 +80,7 @@ class Policy:
         engines: Whose kernels and abilities it has, or those that are compared.
         says: What it is, for people.
         form: Returns the KV of a rank.
-        scheduler: Returns what decides, for the form of KV of its ranks.
+        scheduler: Returns what decides, for the form of KV of its ranks and the limits.
         choices: Returns the limits that are compared, for a deployment and the tokens of a sequence on average: of its
             prompt, and of all that it may have.
         units: Whether prefill and decode have units of their own; the other attributes are then those of a unit.
@@ -88,7 +94,7 @@ class Policy:
     engines: tuple[EngineSettings, ...]
     says: str
     form: Callable[[Deployment], KVForm]
-    scheduler: Callable[[KVForm], Scheduler]
+    scheduler: Callable[[KVForm, Choice], Scheduler]
     choices: Choices
     units: bool = False
     gpus: int | None = None
@@ -133,10 +139,14 @@ def _sglang_form(deployment: Deployment) -> KVForm:
 
 
 def _sglang_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:
-    """Return the default, by which ranks with data-parallel attention share a chunk, and a chunk for each rank."""
+    """Return the default, by which ranks with data-parallel attention share a chunk, and a chunk for each rank.
+
+    A chunk for each rank is tried with its prompt delayer as well.
+    """
     chunk = deployment.engine.chunk_tokens
     chunks = {max(PAGE, chunk // deployment.ranks), chunk}
-    return [Choice(rows=_MOST_ROWS, chunk=one) for one in sorted(chunks)]
+    found = [Choice(rows=_MOST_ROWS, chunk=one) for one in sorted(chunks)]
+    return [*found, replace(found[-1], together=True)] if deployment.ranks > 1 else found
 
 
 def _vllm_form(deployment: Deployment) -> KVForm:
@@ -180,7 +190,7 @@ def _block(engine: EngineSettings, says: str, choices: Choices = _zigzag_choices
         engines=(engine,),
         says=says,
         form=_block_form,
-        scheduler=lambda _: StaticBlock(),
+        scheduler=lambda form, choice: StaticBlock(),
         choices=choices,
     )
 
@@ -192,7 +202,7 @@ _BATCHGEN = Policy(
     says="the decisions of this engine (core/), in the best layout and regime that fits; ranks of a node share what "
     "waits, and the last sequences may be partitioned, which the engine does not do yet",
     form=_our_form,
-    scheduler=lambda form: Ours(form.policy),
+    scheduler=lambda form, choice: Ours(form.policy),
     choices=_our_choices,
     partitions=True,
     pools=True,
@@ -202,9 +212,10 @@ _SGLANG = Policy(
     title=SGLANG.title,
     engines=(SGLANG, SGLANG_SLICED),
     says="continuous batching, prompts first, in chunks; sequences bound to ranks; the better of data-parallel and "
-    "tensor-parallel attention, of whole and sliced experts, of independent groups, and of two sizes of chunks",
+    "tensor-parallel attention, of whole and sliced experts, of independent groups, of two sizes of chunks, and with "
+    "its prefill delayer or without",
     form=_sglang_form,
-    scheduler=lambda _: PrefillFirst(),
+    scheduler=lambda form, choice: PrefillTogether() if choice.together else PrefillFirst(),
     choices=_sglang_choices,
 )
 POLICIES: tuple[Policy, ...] = (
@@ -238,7 +249,7 @@ POLICIES: tuple[Policy, ...] = (
         engines=(VLLM,),
         says="continuous batching, chunks of prompts beside decode; sequences bound to ranks, as for sglang",
         form=_vllm_form,
-        scheduler=lambda _: DecodeFirst(),
+        scheduler=lambda form, choice: DecodeFirst(),
         choices=_vllm_choices,
     ),
     replace(

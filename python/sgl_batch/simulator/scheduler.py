@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from sgl_batch.core.actions import Actions
 from sgl_batch.core.decide import decide
@@ -10,6 +11,9 @@ from sgl_batch.core.kv_policy import KVPolicy
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.plan import Plan
+
+if TYPE_CHECKING:
+    from sgl_batch.simulator.rank import SimulatedRank
 
 
 class Scheduler(Protocol):
@@ -24,6 +28,12 @@ class Scheduler(Protocol):
     def next(self, state: State, kv: KVState, plan: Plan) -> Actions:
         """Return actions that are carried out in order; see `core.decide.decide`."""
 
+    def meet(self, ranks: Sequence[SimulatedRank]) -> bool:
+        """Look at all ranks before each of them decides what it does in a pass (`is_local`).
+
+        Returns whether a rank holds prompts back for others, so that all decide anew after each step.
+        """
+
 
 class Ours:
     """Decides as the engine does, with the KV policy of its form of KV."""
@@ -35,3 +45,6 @@ class Ours:
 
     def next(self, state: State, kv: KVState, plan: Plan) -> Actions:
         return decide(state, kv, plan, self.policy)
+
+    def meet(self, ranks: Sequence[SimulatedRank]) -> bool:
+        return False

@@ -122,3 +122,6 @@ class Recorded:
         record = observed.record(in_force, self._ours.policy.name, actions)
         self.events.append(json.loads(json.dumps({"engine": 0, "rank": 0, **record})))
         return actions
+
+    def meet(self, ranks):
+        return False

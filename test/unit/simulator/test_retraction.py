@@ -12,9 +12,6 @@ from sgl_batch.simulator.rivals.static_binding import DecodeFirst, PrefillFirst
 from sgl_batch.simulator.rivals.token_ratio import TokenRatio
 from sgl_batch.simulator.scheduler import Scheduler
 
-    def of_boundary(self) -> PassTime:
-        return LinearCosts(self.ranks).of_boundary()
-
 
 def run(
     lengths: list[tuple[int, int]], *, pages: int, rows: int = 16, scheduler: Scheduler | None = None

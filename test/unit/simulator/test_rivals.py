@@ -13,11 +13,16 @@ from sgl_batch.simulator.kv_forms import RankPages, make_form
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.rivals.lazy_pages import LazyPages
-from sgl_batch.simulator.rivals.static_binding import DecodeFirst, PrefillFirst
+from sgl_batch.simulator.rivals.static_binding import DecodeFirst, PrefillFirst, PrefillTogether
 from sgl_batch.simulator.rivals.static_block import StaticBlock
 from sgl_batch.simulator.rivals.token_ratio import TokenRatio
 
-POLICIES = {"prefill first": PrefillFirst, "decode first": DecodeFirst, "block": StaticBlock}
+POLICIES = {
+    "prefill first": PrefillFirst,
+    "prefill together": PrefillTogether,
+    "decode first": DecodeFirst,
+    "block": StaticBlock,
+}
 LENGTHS = st.tuples(st.integers(1, 120), st.integers(1, 60), st.integers(0, 40))
 
 
@@ -27,7 +32,7 @@ def ranks_of(
     def form():
         if policy == "block":
             return make_form(DEVICE, RankPages(device=pages), PAGE)
-        is_sglang = policy == "prefill first"
+        is_sglang = policy.startswith("prefill")
         return LazyPages(pages, PAGE, TokenRatio(conservativeness) if is_sglang else RESERVE, waits_last=is_sglang)
 
     numbers = range(len(given_requests))
@@ -132,6 +137,18 @@ def test_static_binding_leaves_a_rank_idle_whose_sequences_end_first():
         idle.append(instance.account.idle / instance.account.seconds)
     assert idle[0] == pytest.approx(0, abs=1e-9)
     assert 0.3 < idle[1] < 0.5
+
+
+def test_ranks_that_hold_prompts_back_for_each_other_compute_them_in_fewer_passes():
+    outputs = [20 + 7 * number % 31 for number in range(40)]
+    made = requests([40] * 40, outputs, [60] * 40)
+    passes = {}
+    for name in ("prefill first", "prefill together"):
+        ranks = ranks_of(name, made, plan(200, rows=4), pages=200, count=4)
+        _, costs = run_checked(ranks, POLICIES[name](), plan(200, rows=4))
+        passes[name] = sum(work.prompt_tokens > 0 for work in costs.passes)
+        assert total(ranks, "finished") == 40
+    assert passes["prefill together"] < passes["prefill first"]
 
 
 def test_nothing_joins_a_block_that_runs():

@@ -6,15 +6,19 @@ its rank. Where pages lack, the engine retracts running sequences, which are com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sgl_batch.core.actions import Actions, BeginInterval, Chunk, Idle, Refill, Step
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.plan import Plan
+from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.rivals.lazy_pages import cut, extend_or_retract, pages_ahead
 from sgl_batch.simulator.rivals.prompt_adder import next_prompts
 from sgl_batch.simulator.rivals.token_ratio import TokenRatio
+
+# Passes in which SGLang holds prompts back at most (`--prefill-delayer-max-delay-passes`).
+_MOST_HELD_BACK = 30
 
 
 class PrefillFirst:
@@ -32,18 +36,12 @@ class PrefillFirst:
 
     is_local = True
 
-    def next(self, state: State, kv: KVState, plan: Plan) -> Actions:
+    def next(self, state: State, kv: KVState, plan: Plan, *, may_prefill: bool = True) -> Actions:
+        """Return the actions of a rank. `may_prefill`: whether it may begin a prompt in this pass."""
         if state.ready:
             return (Refill(sequences=tuple(state.ready)),)
-        ratio = kv.admission.policy
-        assert isinstance(ratio, TokenRatio), "SGLang's admission goes by its new-token ratio"
-        ratio.decoded(state.steps)
-        if plan.boundary_tokens > 1 or (ratio.full and not state.running):
-            ratio.drop_ended()
-        chunks = next_prompts(state, kv, plan, ratio)
-        if not chunks and not state.running and ratio.ended:
-            ratio.drop_ended()
-            chunks = next_prompts(state, kv, plan, ratio)
+        ratio = _ratio(kv)
+        chunks = self._prompts(state, kv, plan) if may_prefill or state.begun else ()
         if chunks:
             ratio.prefills = True
             return (Step(prefill=chunks, decode=()),)
@@ -52,6 +50,29 @@ class PrefillFirst:
         if state.running and state.steps >= plan.boundary_tokens:
             return self._begin_interval(kv, plan, ratio)
         return (Step(),) if state.running else (Idle(),)
+
+    def meet(self, ranks: Sequence[SimulatedRank]) -> bool:
+        return False
+
+    def has_prompts(self, state: State, kv: KVState, plan: Plan) -> bool:
+        """Return whether a rank would compute prompts now."""
+        ratio = _ratio(kv)
+        before = ratio.full, ratio.ended
+        chunks = self._prompts(state, kv, plan)
+        ratio.full, ratio.ended = before
+        return bool(chunks)
+
+    @staticmethod
+    def _prompts(state: State, kv: KVState, plan: Plan) -> tuple[Chunk, ...]:
+        ratio = _ratio(kv)
+        ratio.decoded(state.steps)
+        if plan.boundary_tokens > 1 or (ratio.full and not state.running):
+            ratio.drop_ended()
+        chunks = next_prompts(state, kv, plan, ratio)
+        if not chunks and not state.running and ratio.ended:
+            ratio.drop_ended()
+            chunks = next_prompts(state, kv, plan, ratio)
+        return chunks
 
     @staticmethod
     def _begin_interval(kv: KVState, plan: Plan, ratio: TokenRatio) -> Actions:
@@ -62,6 +83,35 @@ class PrefillFirst:
         else:
             ratio.begin_interval()
         return (*actions, BeginInterval(), *([Step()] if plan.boundary_tokens == 1 else []))
+
+
+def _ratio(kv: KVState) -> TokenRatio:
+    ratio = kv.admission.policy
+    assert isinstance(ratio, TokenRatio), "SGLang's admission goes by its new-token ratio"
+    return ratio
+
+
+class PrefillTogether:
+    """SGLang's with `--enable-prefill-delayer`: ranks hold prompts back until all of them can compute some.
+
+    A pass lasts as long as that of its busiest rank, so that ranks that compute prompts one after the other hold all
+    others up each time. After so many passes in which only some ranks could, prompts are computed all the same.
+    """
+
+    is_local = True
+
+    def __init__(self, most_passes: int = _MOST_HELD_BACK) -> None:
+        self._first, self._most_passes, self._held_back, self._may_prefill = PrefillFirst(), most_passes, 0, True
+
+    def next(self, state: State, kv: KVState, plan: Plan) -> Actions:
+        return self._first.next(state, kv, plan, may_prefill=self._may_prefill)
+
+    def meet(self, ranks: Sequence[SimulatedRank]) -> bool:
+        can = {self._first.has_prompts(one.state(), one.kv_state(), one.plan) for one in ranks if not one.ready}
+        waited = self._held_back >= self._most_passes or not any(one.running for one in ranks)
+        self._may_prefill = len(can) < 2 or waited
+        self._held_back = 0 if self._may_prefill else self._held_back + 1
+        return not self._may_prefill
 
 
 class DecodeFirst:
@@ -81,6 +131,9 @@ class DecodeFirst:
             return (*actions, BeginInterval())
         chunks = _prompts_beside(state, kv, plan)
         return (Step(prefill=chunks),) if chunks or state.running else (Idle(),)
+
+    def meet(self, ranks: Sequence[SimulatedRank]) -> bool:
+        return False
 
 
 def _prompts_beside(state: State, kv: KVState, plan: Plan) -> tuple[Chunk, ...]:

@@ -6,6 +6,7 @@ What a pass takes is not decided here: whether its weights come over PCIe once f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 from sgl_batch.core.actions import Actions, BeginInterval, Idle, Prefill, Refill, Step
@@ -13,6 +14,7 @@ from sgl_batch.core.admission import Admission, select_prefill_group
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.plan import Plan
+from sgl_batch.simulator.rank import SimulatedRank
 
 
 class StaticBlock:
@@ -41,3 +43,6 @@ class StaticBlock:
         if state.ready:
             return (Refill(sequences=tuple(state.ready)), BeginInterval(), Step())
         return (Idle(),)
+
+    def meet(self, ranks: Sequence[SimulatedRank]) -> bool:
+        return False
