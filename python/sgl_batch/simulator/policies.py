@@ -154,9 +154,10 @@ def _vllm_form(deployment: Deployment) -> KVForm:
 
 
 def _vllm_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:
-    """Return the default budget of a step, and a quarter of it, which holds decode up for less time."""
+    """Return the default budget of a step, a quarter, and a share of it, which hold decode up for less time."""
     chunk = deployment.engine.chunk_tokens
-    return [Choice(rows=_VLLM_ROWS, chunk=one) for one in (chunk // 4, chunk)]
+    shares = {chunk // max(deployment.ranks, 4), chunk // 4, chunk}
+    return [Choice(rows=_VLLM_ROWS, chunk=max(one, _VLLM_ROWS)) for one in sorted(shares)]
 
 
 # Engines that compute block by block.
