@@ -10,56 +10,26 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from comparison.kept_profile import kept_profile
 from comparison.terminal import exit_code
 
-from sgl_batch.planner.cost_model import CostModel, fit, looked_at
-from sgl_batch.planner.model_layers import ModelLayers
-from sgl_batch.planner.samples import PassSample, Profile
+from sgl_batch.planner.held_back import LAYERS, HeldBack, held_back
+from sgl_batch.planner.samples import PassSample
 
-PARTS = ("layers", "attention", "router", "experts")
+PARTS = (LAYERS, "attention", "router", "experts")
 # Below this share of the pass, an error in a part does not matter.
 _LEAST_SHARE = 0.05
 
 
-def held_back(profile: Profile, first: int) -> set[tuple[bool, int]]:
-    """Every third number of rows of each phase, from the `first` on, without the smallest and the largest."""
-    back: set[tuple[bool, int]] = set()
-    for decode in (True, False):
-        rows = sorted({sample.rows for sample in profile.passes if sample.decode is decode})
-        back |= {(decode, one) for one in rows[1:-1][first::3]}
-    return back
-
-
-def predicted(costs: CostModel, sample: PassSample) -> dict[str, float]:
-    """Seconds of a sample's parts by the cost model."""
-    attention = costs.decode_attention if sample.decode else costs.prefill_attention
-    parts = {
-        "attention": costs.pass_s + sample.layers * attention.at(sample.rows, looked_at(sample)),
-        "router": sample.layers * costs.router[sample.kind].at(sample.rows),
-        "experts": sample.layers * costs.experts[sample.kind].at(sample.rows),
-    }
-    return {**parts, "layers": sum(parts.values())}
-
-
-def errors(profile: Profile, model: ModelLayers) -> dict[str, list[tuple[float, PassSample]]]:
-    """Relative errors by part of all sizes, each held back in one of three fits; the whole passes among them."""
+def errors(passes: Sequence[HeldBack]) -> dict[str, list[tuple[float, PassSample]]]:
+    """Relative errors by part of all passes that were held back; the whole passes among them."""
     found: dict[str, list[tuple[float, PassSample]]] = {part: [] for part in PARTS}
-    for first in range(3):
-        back = held_back(profile, first)
-        kept = replace(profile, passes=tuple(one for one in profile.passes if (one.decode, one.rows) not in back))
-        costs = fit(kept, model)
-        for sample in profile.passes:
-            if (sample.decode, sample.rows) not in back:
-                continue
-            measured = {"attention": sample.attention_s, "router": sample.router_s, "experts": sample.experts_s}
-            measured["layers"] = sum(measured.values())
-            for part, seconds in predicted(costs, sample).items():
-                if measured[part] > _LEAST_SHARE * measured["layers"]:
-                    found[part].append((seconds / measured[part] - 1, sample))
+    for one in passes:
+        for part in PARTS:
+            if one.measured[part] > _LEAST_SHARE * one.measured[LAYERS]:
+                found[part].append((1 / one.ratio(part) - 1, one.sample))
     return found
 
 
@@ -71,7 +41,7 @@ def table(found: dict[str, list[tuple[float, PassSample]]]) -> str:
         if sizes:
             median, p90 = sizes[len(sizes) // 2], sizes[min(int(0.9 * len(sizes)), len(sizes) - 1)]
             lines.append(f"| {part} | {len(sizes)} | {median:.1%} | {p90:.1%} | {sizes[-1]:.1%} |")
-    worst = sorted(found["layers"], key=lambda pair: -abs(pair[0]))[:5]
+    worst = sorted(found[LAYERS], key=lambda pair: -abs(pair[0]))[:5]
     lines += ["", "The worst passes:"]
     for error, one in worst:
         phase = "decode" if one.decode else "prefill"
@@ -87,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     profile, model = kept_profile(args.model, args.profile_file)
     print(f"{profile.made}, {profile.took_s} s, load {profile.load}; {profile.machine['processor']}")
-    print(table(errors(profile, model)))
+    print(table(errors(held_back(profile, model))))
     return 0
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_batch.config import BatchConfig, from_mapping
+from sgl_batch.core.plan import Plan, make_plan
+
 DEVICE, INCLUSIVE, EXCLUSIVE, STREAMED = "device", "inclusive", "exclusive", "streamed"
 RESIDENT = "resident"
 NOT_IMPLEMENTED = "modelled, not implemented"
@@ -67,3 +70,18 @@ def flags_of(settings: Mapping[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return flags
+
+
+def plan_of(candidate: Candidate, base: BatchConfig, *, page_size: int, dense: bool) -> Plan:
+    """Return the plan that an engine makes of a candidate.
+
+    `base`: all other settings; `dense`: whether the model has no experts.
+    """
+    settings = {name: value for name, value in candidate.settings.items() if name not in ("decode_kv", "weights")}
+    config = from_mapping({**base.flat(), **settings})
+    return make_plan(config, page_size=page_size, max_running=most_running(candidate), dense=dense)
+
+
+def most_running(candidate: Candidate) -> int:
+    """Return how many sequences an engine holds by default: those of two decode groups."""
+    return 2 * candidate.b_moe_decode

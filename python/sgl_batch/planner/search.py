@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sgl_batch.config import from_mapping
 from sgl_batch.core.admission_policy import make_admission
-from sgl_batch.core.plan import make_plan
-from sgl_batch.planner.candidate import EXCLUSIVE, RESIDENT, STREAMED, Candidate
+from sgl_batch.planner.candidate import EXCLUSIVE, RESIDENT, STREAMED, Candidate, plan_of
 from sgl_batch.planner.candidates import EQUAL, Allowed, candidates
 from sgl_batch.planner.cost_model import CostModel
 from sgl_batch.planner.followed_run import Room, running_pages
@@ -261,13 +259,10 @@ def predict_candidate(
 ) -> Prediction | None:
     """Predict one candidate's run with the plan that the engine would make of it; None where a sequence cannot fit."""
     shared = shared or Shared(batch=Followed(workload), known={})
-    settings = {name: value for name, value in candidate.settings.items() if name not in ("decode_kv", "weights")}
-    config = from_mapping({**allowed.base.flat(), **settings})
-    dense = MOE not in model.layers
-    plan = make_plan(config, page_size=allowed.page_size, max_running=2 * candidate.b_moe_decode, dense=dense)
+    plan = plan_of(candidate, allowed.base, page_size=allowed.page_size, dense=MOE not in model.layers)
     cost = PassCost(costs, model, candidate, cores=allowed.cores, known=shared.known, coarse=shared.quick)
     admission = make_admission(
-        config.schedule.admission, on_cpu=allowed.cores > 0, exclusive_store=candidate.kv == EXCLUSIVE
+        allowed.base.schedule.admission, on_cpu=allowed.cores > 0, exclusive_store=candidate.kv == EXCLUSIVE
     )
     detail = COARSE if shared.quick else FINE
     return predict(shared.batch, plan, cost, memory.room, candidate.kv, admission=admission.name, detail=detail)

@@ -21,6 +21,9 @@ from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import STREAMED
 
+# Pages of the file to which stalled sequences move where there is no store: it grows as it must.
+FILE_PAGES = 1 << 40
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPages:

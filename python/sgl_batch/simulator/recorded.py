@@ -20,14 +20,13 @@ from sgl_batch.core.sequence import Status
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import DEVICE
 from sgl_batch.simulator.instance import Instance
-from sgl_batch.simulator.kv_forms import RankPages, make_form
+from sgl_batch.simulator.kv_forms import FILE_PAGES, RankPages, make_form
 from sgl_batch.simulator.machine_costs import MachineCosts
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.scheduler import Ours
 
 Event = Mapping[str, Any]
-_FILE_PAGES = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,7 @@ def _arrivals(decisions: Iterable[Event]) -> dict[str, tuple[int, Event]]:
 def _memory(kv: Event) -> RankPages:
     """Return the pages of a rank. Without a store, its overflow file grows as it must."""
     admission = kv["admission"]
-    without = _FILE_PAGES if admission["is_device"] else int(admission["total_pages"])
+    without = FILE_PAGES if admission["is_device"] else int(admission["total_pages"])
     return RankPages(device=int(kv["device"]["total_pages"]), store=int(admission["overflow_pages"]) or without)
 
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from sgl_batch.errors import ConfigError
-from sgl_batch.planner.samples import Profile, profile_of
+from sgl_batch.planner.samples import Profile, check_machine, profile_of
 from sgl_batch.startup.choice_cache import model_hash, versions
 from sgl_batch.startup.hardware import hardware
 from sgl_batch.user_cache import cache_directory, hashed_name, write_json
@@ -35,6 +35,24 @@ def read_profile(path: Path) -> Profile | None:
     except (OSError, ValueError) as error:
         why = f"{path} cannot be read as a profile: {error}; make one with sgl-batch plan --profile"
         raise ConfigError(why) from error
+
+
+def profile_that_holds(model: Path, *, dtype: str, weight_dtype: str, again: str) -> Profile:
+    """Return the kept profile. Raises ConfigError with the reason why there is none that holds here.
+
+    `again`: the command that makes one.
+    """
+    kinds = {"dtype": dtype, "weight_dtype": weight_dtype}
+    profile = read_profile(profile_path(model, **kinds))
+    if profile is None:
+        rounded = "" if weight_dtype == "auto" else f" with {weight_dtype} weights"
+        rounded_flag = "" if weight_dtype == "auto" else f" --cpu-weight-dtype {weight_dtype}"
+        raise ConfigError(
+            f"there is no profile of this model in {dtype}{rounded} on this machine; {again}{rounded_flag} makes one "
+            "in about a minute"
+        )
+    check_machine(profile, machine_facts(model, **kinds))
+    return profile
 
 
 def keep_profile(path: Path, profile: Profile) -> None:

@@ -21,11 +21,11 @@ from sgl_batch.memory.free_memory import free_bytes
 from sgl_batch.planner.candidate import Candidate
 from sgl_batch.planner.candidate_memory import CandidateMemory, remembered
 from sgl_batch.planner.needs import Target
-from sgl_batch.planner.samples import Profile, check_machine
+from sgl_batch.planner.samples import Profile
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, MemoryOf
 from sgl_batch.planner.workload import DEFAULT, Request, Workload, parse_workload, within_context
-from sgl_batch.startup.kept_profile import machine_facts, profile_path, read_profile
+from sgl_batch.startup.kept_profile import profile_that_holds
 from sgl_batch.startup.planned_model import PlannedModel, read_model
 from sgl_batch.startup.start_plan import PlanInputs, StartPlan, asked_workload, choose, conservative
 
@@ -137,17 +137,8 @@ def _obstacle(config: BatchConfig, arguments: Mapping[str, object], *, on_cpu: b
 
 
 def _profile(model: PlannedModel, again: str) -> Profile:
-    """Return the kept profile. Raises ConfigError with the reason why there is none that holds here."""
-    kinds = {"dtype": model.dtype, "weight_dtype": model.weight_dtype}
-    profile = read_profile(profile_path(model.directory, **kinds))
-    if profile is None:
-        rounded = "" if model.weight_dtype == "auto" else f" with {model.weight_dtype} weights"
-        rounded_flag = "" if model.weight_dtype == "auto" else f" --cpu-weight-dtype {model.weight_dtype}"
-        raise ConfigError(
-            f"there is no profile of this model in {model.dtype}{rounded} on this machine; {again}{rounded_flag} makes "
-            "one in about a minute"
-        )
-    check_machine(profile, machine_facts(model.directory, **kinds))
+    """Return the kept profile. Raises ConfigError for one that does not hold, and for one that was disturbed."""
+    profile = profile_that_holds(model.directory, dtype=model.dtype, weight_dtype=model.weight_dtype, again=again)
     cores = int(profile.machine["cores"])
     if profile.was_disturbed:
         raise ConfigError(

@@ -30,7 +30,6 @@ from sgl_batch.cli.plan.subject import Subject, read_subject
 from sgl_batch.cli.plan.text import text
 from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError
-from sgl_batch.planner.candidate import Candidate
 from sgl_batch.planner.data_sheets import DATA_SHEETS, sheet_named
 from sgl_batch.planner.deadline import parse_deadline, within_deadline
 from sgl_batch.planner.layouts import ONE_GPU, parse_gpus
@@ -134,16 +133,8 @@ def _refuse_without_profile(args: argparse.Namespace) -> None:
 
 
 def _defaults(predictor: Predictor) -> dict[str, Any]:
-    """Return the engine's own limits, with their memory: what holds where nothing was measured."""
-    forward = predictor.config.forward
-    default = Candidate(
-        b_attn_prefill=forward.b_attn_prefill,
-        b_moe_prefill=forward.b_moe_prefill,
-        b_attn_decode=min(forward.b_attn_decode or forward.b_moe_decode, forward.b_moe_decode),
-        b_moe_decode=forward.b_moe_decode,
-        weights=predictor.config.memory.weights,
-    )
-    found = predictor.memory(ONE_GPU)(default)
+    """Return the engine's own limits, with their memory."""
+    found = predictor.memory(ONE_GPU)(predictor.default())
     if found.lacks:
         return {"plan": None, "why": f"the engine's defaults do not fit: {found.lacks}"}
     return {"plan": {"flags": []}, "memory": memory_message(found)}

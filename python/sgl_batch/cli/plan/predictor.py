@@ -11,7 +11,7 @@ from sgl_batch.config import BatchConfig
 from sgl_batch.core.supported_models import CPU, GPU
 from sgl_batch.errors import ConfigError
 from sgl_batch.memory.free_memory import free_bytes
-from sgl_batch.planner.candidate import RESIDENT
+from sgl_batch.planner.candidate import DEVICE, RESIDENT, Candidate
 from sgl_batch.planner.candidate_memory import CandidateMemory, remembered
 from sgl_batch.planner.candidates import Allowed, kv_forms
 from sgl_batch.planner.cost_model import CostModel, fit
@@ -51,6 +51,23 @@ class Predictor:
     costs_of: Callable[[Layout], CostModel]
     cores: int
     most: int = 0
+
+    @property
+    def page_size(self) -> int:
+        """Return the tokens of a page of KV."""
+        return PAGE_SIZE
+
+    def default(self, kv: str = DEVICE) -> Candidate:
+        """Return the engine's own limits: what holds where nothing was measured."""
+        forward = self.config.forward
+        return Candidate(
+            b_attn_prefill=forward.b_attn_prefill,
+            b_moe_prefill=forward.b_moe_prefill,
+            b_attn_decode=min(forward.b_attn_decode or forward.b_moe_decode, forward.b_moe_decode),
+            b_moe_decode=forward.b_moe_decode,
+            kv=kv,
+            weights=self.config.memory.weights,
+        )
 
     def search(self) -> Outcome:
         """Return the best plan of all layouts."""

@@ -35,10 +35,19 @@ class Subject:
 
 def read_subject(args: argparse.Namespace, weight_dtype: str) -> Subject:
     """Return what the command line names. Raises ConfigError for what the user can mend."""
-    directory, workload = model_directory(args.model), _workload(args)
-    whole = whole_config(directory)
-    body, dtype = text_part(whole), number_type(whole, args.dtype)
     on_sheet = args.hardware.lower() != HERE
+    return subject_of(args.model, _workload(args), dtype=args.dtype, weight_dtype=weight_dtype, on_sheet=on_sheet)
+
+
+def subject_of(name: str, workload: Workload, *, dtype: str, weight_dtype: str, on_sheet: bool = False) -> Subject:
+    """Return a model, by its directory, with a batch. Raises ConfigError for what the user can mend.
+
+    `dtype`, `weight_dtype`: as --dtype and --cpu-weight-dtype have them. `on_sheet`: whether it is for GPUs of a data
+    sheet.
+    """
+    directory = model_directory(name)
+    whole = whole_config(directory)
+    body, dtype = text_part(whole), number_type(whole, dtype)
     item_bytes = ITEM_BYTES[dtype]
     weight_bytes = _bytes_on_gpu(whole, dtype) if on_sheet else 1 if weight_dtype == "int8" else item_bytes
     if on_sheet and weight_dtype == "int8":

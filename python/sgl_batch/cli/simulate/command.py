@@ -6,16 +6,18 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgl_batch.cli.plan.picture import check_picture
-from sgl_batch.cli.simulate.options import simulate_parser
+from sgl_batch.cli.simulate.options import DEFAULT_POLICIES, HERE_FLAGS, simulate_parser
 from sgl_batch.cli.simulate.plot import write_plot
 from sgl_batch.cli.simulate.report import Compared, calibration_message, policies_message, subject_message
 from sgl_batch.cli.simulate.subject import Subject, read_cells, read_subject
 from sgl_batch.cli.simulate.text import text
+from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError
+from sgl_batch.planner.data_sheets import HERE
 from sgl_batch.planner.deadline import parse_time
 from sgl_batch.simulator.best import best_of
 from sgl_batch.simulator.calibration import Calibrated, calibrated, with_calibration
@@ -42,20 +44,37 @@ def simulated(args: argparse.Namespace) -> dict[str, Any]:
     """Return the simulation for programs. Raises ConfigError for what the user can mend."""
     if args.plot is not None:
         check_picture(args.plot, _PLOT)
-    policies, subject = policies_named(args.policies), read_subject(args)
     until = math.inf if args.until is None else parse_time("--until", args.until)
-    found = [] if args.calibrate is None else calibrated(read_cells(args.calibrate))
-    compared = [_compared(policy, subject, found, args, until) for policy in policies]
-    message: dict[str, Any] = {"format": FORMAT, **subject_message(subject)}
+    found = _here(args, until) if args.hardware.lower() == HERE else _on_cluster(args, until)
+    message: dict[str, Any] = {"format": FORMAT, **found}
     if math.isfinite(until):
         message["until_s"] = until
-    if args.calibrate is not None:
-        message["calibration"] = calibration_message(found)
-    message["policies"] = policies_message(compared)
     if args.plot is not None:
-        write_plot(args.plot, [one for one in message["policies"] if "seconds" in one], title=_title(subject))
+        runs = [one for one in message["policies"] if "seconds" in one]
+        write_plot(args.plot, runs, title=_title(message))
         message["plot"] = str(args.plot)
     return message
+
+
+def _here(args: argparse.Namespace, until: float) -> dict[str, Any]:
+    """Return the simulation on this machine."""
+    from sgl_batch.cli.simulate.here import OURS, here_message, here_policies, read_here  # reads profiles: slow
+
+    policies, subject = policies_named(args.policies or OURS), read_here(args)
+    found = here_policies(subject, policies, until=until, intervals=not args.no_intervals)
+    return {**here_message(subject), "policies": found}
+
+
+def _on_cluster(args: argparse.Namespace, until: float) -> dict[str, Any]:
+    """Return the simulation on GPUs that are not here."""
+    for name in ("ranks", *HERE_FLAGS):
+        if getattr(args, name) not in (None, BatchConfig().flat().get(name)):
+            raise ConfigError(f"--{name.replace('_', '-')} is for --hardware {HERE}; leave it out")
+    policies, subject = policies_named(args.policies or DEFAULT_POLICIES), read_subject(args)
+    found = [] if args.calibrate is None else calibrated(read_cells(args.calibrate))
+    compared = [_compared(policy, subject, found, args, until) for policy in policies]
+    calibration = {} if args.calibrate is None else {"calibration": calibration_message(found)}
+    return {**subject_message(subject), **calibration, "policies": policies_message(compared)}
 
 
 def _compared(
@@ -78,5 +97,7 @@ def _compared(
     return Compared(policy=policy, best=best, interval=interval_of(best, subject.requests) if wanted else None)
 
 
-def _title(subject: Subject) -> str:
-    return f"{subject.model.title} on {subject.cluster.name}, {len(subject.requests):,} requests (modelled)"
+def _title(message: Mapping[str, Any]) -> str:
+    name = message["hardware"]["name"]
+    where = "this machine" if name == HERE else name
+    return f"{message['model']['title']} on {where}, {message['workload']['requests']:,} requests (modelled)"

@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sgl_batch import config as batch_config
 from sgl_batch.byte_sizes import HOW_TO_WRITE
 from sgl_batch.cli.run.options import UsageParser
+from sgl_batch.planner.workload import DEFAULT, parse_workload
 from sgl_batch.simulator.policies import POLICIES, SEVERAL
 
 DEFAULT_WORKLOAD, DEFAULT_NUM = "8192:2048", 6000
+DEFAULT_POLICIES = "batchgen,sglang,vllm"
+# The flags of a run with which this machine is simulated.
+HERE_FLAGS = ("device_memory", "kv_store_bytes", "kv_store_mode", "cpu_weight_dtype")
+_NUM_HERE = parse_workload(DEFAULT).count
 _DESCRIPTION = """\
-Predict how long a batch takes on GPUs that are not here, by this engine and by the policies of others.
+Predict how long a batch takes on GPUs that are not here, by this engine and by the policies of others; or on this
+machine, by its kept profile.
 
   sgl-batch simulate --model deepseek-r1 --hardware h20x16
       6,000 requests of 8,192 prompt and 2,048 output tokens: the best way to run them by BatchGen, SGLang and vLLM,
@@ -26,6 +33,8 @@ Predict how long a batch takes on GPUs that are not here, by this engine and by 
       on little memory, beside engines that stream weights
   sgl-batch simulate --model deepseek-r1 --hardware h20x16 --calibrate cells.csv
       with the fixed time of a pass from runs that you have measured
+  sgl-batch simulate --model ./my-moe --hardware here --workload 128:64 --num 500 --lengths cv=0.3
+      on this machine, with the plan of `sgl-batch plan`; `sgl-batch plan --model ./my-moe --profile` keeps a profile
 
 The decisions are those of the engines; the seconds of a pass are a model's: data sheets, times the shares of their
 rates that kernels reach, and fixed costs. No run on the GPUs that are named was compared with it. The interval behind a
@@ -58,7 +67,10 @@ def simulate_parser() -> argparse.ArgumentParser:
         "--model", required=True, metavar="NAME", help="a known model (deepseek-r1), or a directory with config.json"
     )
     parser.add_argument(
-        "--hardware", required=True, metavar="GPUxN", help="so many GPUs of one kind, in nodes: h20x16, h200x8, a5000x1"
+        "--hardware",
+        required=True,
+        metavar="GPUxN",
+        help="so many GPUs of one kind, in nodes: h20x16, h200x8, a5000x1; here: this machine, by its kept profile",
     )
     parser.add_argument(
         "--host-memory", metavar="SIZE", help=f"of each node, instead of what is assumed; {HOW_TO_WRITE}"
@@ -67,9 +79,12 @@ def simulate_parser() -> argparse.ArgumentParser:
     batch.add_argument(
         "--workload",
         metavar="PROMPT:OUTPUT",
-        help=f"tokens of prompts and outputs; several behind commas (default: {DEFAULT_WORKLOAD})",
+        help=f"tokens of prompts and outputs; several behind commas (default: {DEFAULT_WORKLOAD}; here "
+        f"{DEFAULT.partition('x')[0]})",
     )
-    batch.add_argument("--num", type=int, metavar="N", help=f"how many requests (default: {DEFAULT_NUM:,})")
+    batch.add_argument(
+        "--num", type=int, metavar="N", help=f"how many requests (default: {DEFAULT_NUM:,}; here {_NUM_HERE})"
+    )
     batch.add_argument(
         "--lengths",
         metavar="cv=SHARE|FILE",
@@ -78,10 +93,9 @@ def simulate_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--policies",
-        default="batchgen,sglang,vllm",
         metavar="NAMES",
-        help="what to compare, behind commas (default: batchgen,sglang,vllm); ratios are to the first. NAME:N: with "
-        "instances, or units, of N GPUs",
+        help=f"what to compare, behind commas (default: {DEFAULT_POLICIES}; here batchgen alone); "
+        "ratios are to the first. NAME:N: with instances, or units, of N GPUs",
     )
     parser.add_argument("--until", metavar="TIME", help="stop then, and say how many sequences have ended: 30m or 1h")
     parser.add_argument(
@@ -91,8 +105,13 @@ def simulate_parser() -> argparse.ArgumentParser:
         "--collapse", action="store_true", help="simulate one rank for all of an instance: quicker, and blind to waits"
     )
     parser.add_argument("--no-intervals", action="store_true", help="leave out how sure times are; quicker")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw how busy GPUs are: FILE.svg or FILE.png")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw how busy ranks are: FILE.svg or FILE.png")
     parser.add_argument("--json", action="store_true", help="print it for a program")
+    here = parser.add_argument_group(
+        "this machine (--hardware here)", f"as for `sgl-batch run`; sizes are {HOW_TO_WRITE}"
+    )
+    here.add_argument("--ranks", type=int, metavar="N", help="that share it (default: 1)")
+    batch_config.add_some_flags(here, HERE_FLAGS, briefly=True)
     return parser
 
 

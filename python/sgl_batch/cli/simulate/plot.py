@@ -1,4 +1,4 @@
-"""Draws simulated runs one below the other on one axis of time: how busy GPUs are, and where the time goes."""
+"""Draws simulated runs one below the other on one axis of time: how busy ranks are, and where the time goes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _axis(y: float, end_s: float, per_s: float, boxes: list[Box], labels: list[L
 
 def _legend(y: float, boxes: list[Box], labels: list[Label], colors: Mapping[str, str]) -> float:
     """Add what the colours of parts mean; returns where it ends."""
-    note = "Above: the share of GPUs' time that is not spent in waiting. Below, by part:"
+    note = "Above: the share of the ranks' time that is not spent in waiting. Below, by part:"
     labels.append(Label(x=_LEFT, y=y + 10, text=note, color=_GREY))
     x = _LEFT + text_width(note) + 12
     for name, fill in (*colors.items(), ("others", _OTHERS)):

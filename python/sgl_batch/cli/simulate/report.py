@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.cli.simulate.subject import Subject
 from sgl_batch.simulator.best import Best
 from sgl_batch.simulator.calibration import Calibrated
 from sgl_batch.simulator.cluster.assumed import ASSUMED
+from sgl_batch.simulator.cluster.hardware import Cluster
 from sgl_batch.simulator.intervals import Interval, ratio_interval
 from sgl_batch.simulator.policies import Policy
+from sgl_batch.simulator.rank import Tally
+from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.run import Result
+from sgl_batch.simulator.timeline import Account
 
 COUNTED, MODELLED = "counted", "modelled"
 _STRONGEST = 5
@@ -46,16 +51,30 @@ def subject_message(subject: Subject) -> dict[str, Any]:
             "network_bytes_per_s": cluster.network_bytes_per_s.best,
             "host": cluster.says,
             "source": sheet.source,
+            "text": _cluster_text(cluster),
         },
-        "workload": {
-            "requests": len(requests),
-            "prompt_tokens": int(requests.prompts.sum()),
-            "output_tokens": int(requests.outputs.sum()),
-            "longest": int((requests.prompts + requests.outputs).max()),
-            "limit": int(requests.most.max()),
-            "cv": subject.spread,
-            "source": COUNTED,
-        },
+        "workload": workload_message(requests, subject.spread),
+    }
+
+
+def _cluster_text(cluster: Cluster) -> str:
+    return (
+        f"{cluster.gpus} {cluster.sheet.name} with {format_bytes(int(cluster.sheet.usable_bytes))} each, "
+        f"{cluster.node_gpus} a node with {format_bytes(int(cluster.host_memory_bytes))}; between nodes "
+        f"{cluster.network_bytes_per_s.best / 1e9:.3g} GB/s a GPU. {cluster.says}"
+    )
+
+
+def workload_message(requests: Requests, spread: float) -> dict[str, Any]:
+    """Return the batch. `spread`: the standard deviation of lengths over their means."""
+    return {
+        "requests": len(requests),
+        "prompt_tokens": int(requests.prompts.sum()),
+        "output_tokens": int(requests.outputs.sum()),
+        "longest": int((requests.prompts + requests.outputs).max()),
+        "limit": int(requests.most.max()),
+        "cv": spread,
+        "source": COUNTED,
     }
 
 
@@ -94,21 +113,28 @@ def _policy_message(one: Compared, first: Compared | None) -> dict[str, Any]:
 def run_message(result: Result) -> dict[str, Any]:
     """Return the numbers of a run."""
     return {
-        "seconds": round(result.seconds, 3),
-        "tokens_per_s": round(result.tokens_per_s, 1),
-        "idle": round(result.idle, 4),
+        **account_message(result.account, result.counts, idle=result.idle),
         "setup": result.setup.text(),
         "instances": result.instances,
-        "counts": asdict(result.counts),
-        "partitioned": None if result.account.partitioned is None else asdict(result.account.partitioned),
-        "steps": result.account.steps,
-        "mean_rows": round(result.account.rows / max(result.account.steps, 1), 1),
-        "parts_s": _longest_first(result.parts),
-        "bounds_s": _longest_first(result.bounds),
-        "timeline": result.account.timeline.as_dict(),
         "notes": result.notes,
         "sources": dict(result.setup.deployment.costs.sources),
         "source": MODELLED,
+    }
+
+
+def account_message(account: Account, counts: Tally, *, idle: float) -> dict[str, Any]:
+    """Return what a run took. `counts`, `idle`: of all instances; `account`: of the one that ends last."""
+    return {
+        "seconds": round(account.seconds, 3),
+        "tokens_per_s": round(counts.output_tokens / max(account.seconds, 1e-12), 1),
+        "idle": round(idle, 4),
+        "counts": asdict(counts),
+        "partitioned": None if account.partitioned is None else asdict(account.partitioned),
+        "steps": account.steps,
+        "mean_rows": round(account.rows / max(account.steps, 1), 1),
+        "parts_s": _longest_first(account.parts),
+        "bounds_s": _longest_first(account.bounds),
+        "timeline": account.timeline.as_dict(),
     }
 
 

@@ -39,10 +39,7 @@ class Subject:
 
 def read_subject(args: argparse.Namespace) -> Subject:
     """Return what the command line names. Raises ConfigError for what the user can mend."""
-    workload, spread = _workload(args)
-    count = args.num if args.num is not None else _count(args, workload)
-    if not 1 <= count <= _MOST_NUM:
-        raise ConfigError(f"--num is {count}; it takes 1 to {_MOST_NUM:,} requests")
+    requests, spread = read_requests(args, workload=DEFAULT_WORKLOAD, num=DEFAULT_NUM)
     cluster = cluster_named(args.hardware)
     if args.host_memory is not None:
         size = parse_bytes("--host-memory", args.host_memory)
@@ -52,26 +49,38 @@ def read_subject(args: argparse.Namespace) -> Subject:
     return Subject(
         model=read_model(args.model),
         cluster=cluster,
-        requests=requests_like(workload, count, cv=spread),
+        requests=requests,
         spread=spread,
     )
 
 
-def _count(args: argparse.Namespace, workload: Workload) -> int:
+def read_requests(args: argparse.Namespace, *, workload: str, num: int) -> tuple[Requests, float]:
+    """Return the batch, and the cv of its lengths. Raises ConfigError for what the user can mend.
+
+    `workload`, `num`: what holds where nothing is given.
+    """
+    batch, spread = _workload(args, workload)
+    count = args.num if args.num is not None else _count(args, batch, num)
+    if not 1 <= count <= _MOST_NUM:
+        raise ConfigError(f"--num is {count}; it takes 1 to {_MOST_NUM:,} requests")
+    return requests_like(batch, count, cv=spread), spread
+
+
+def _count(args: argparse.Namespace, workload: Workload, default: int) -> int:
     """Return how many requests there are where --num does not say it."""
     given = args.workload is not None and "x" in args.workload
     from_file = args.lengths is not None and not _CV.fullmatch(args.lengths)
-    return workload.count if given or from_file else DEFAULT_NUM
+    return workload.count if given or from_file else default
 
 
-def _workload(args: argparse.Namespace) -> tuple[Workload, float]:
-    """Return the batch, and the cv of its lengths."""
+def _workload(args: argparse.Namespace, default: str) -> tuple[Workload, float]:
+    """Return the mix of lengths, and their cv."""
     found = None if args.lengths is None else _CV.fullmatch(args.lengths)
     if args.lengths is None or found:
         spread = float(found[1]) if found else 0.0
         if spread > _MOST_CV:
             raise ConfigError(f"--lengths is {args.lengths}; the standard deviation is at most {_MOST_CV} of the mean")
-        return parse_workload(args.workload or DEFAULT_WORKLOAD), spread
+        return parse_workload(args.workload or default), spread
     if args.lengths.startswith("cv="):
         raise ConfigError(f"--lengths is {args.lengths!r}; it takes cv=SHARE, as in cv=0.3, or a file")
     if args.workload is not None:

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.cli.plan.durations import in_words
 
 _WIDTH, _NAME_WIDTH = 112, 12
@@ -29,17 +28,12 @@ def text(message: Mapping[str, Any]) -> str:
 
 
 def _head(message: Mapping[str, Any]) -> list[str]:
-    hardware, work = message["hardware"], message["workload"]
+    work = message["workload"]
     spread = f", lengths with a standard deviation of {work['cv']:.0%} of their means" if work["cv"] else ""
     until = f", until {in_words(message['until_s'])}" if message.get("until_s") else ""
     return [
         *_row("model", f"{message['model']['title']} ({message['model']['source']})"),
-        *_row(
-            "hardware",
-            f"{hardware['gpus']} {hardware['gpu']} with {format_bytes(hardware['memory_bytes'])} each, "
-            f"{hardware['gpus_per_node']} a node with {format_bytes(hardware['host_memory_bytes'])}; between nodes "
-            f"{hardware['network_bytes_per_s'] / 1e9:.3g} GB/s a GPU. {hardware['host']}",
-        ),
+        *_row("hardware", message["hardware"]["text"]),
         *_row(
             "workload",
             f"{work['requests']:,} requests, {work['prompt_tokens']:,} prompt and {work['output_tokens']:,} output "
@@ -103,9 +97,10 @@ def _details(one: Mapping[str, Any]) -> list[str]:
             "partitioned",
             f"{last['sequences']:,} sequences after {in_words(last['at_s'])}, over sets of {last['ranks']} GPUs",
         )
-    for index, other in enumerate(one.get("table", [])):
-        name = "ratios" if index == 0 else ""
-        lines += _row(name, f"{other['text']}: {in_words(other['seconds'])}, idle {other['idle']:.0%}")
+    for name, key in (("ratios", "table"), ("forms of KV", "forms")):
+        for index, other in enumerate(one.get(key, [])):
+            said = f"{other['text']}: {in_words(other['seconds'])}, idle {other['idle']:.0%}"
+            lines += _row("" if index else name, said)
     if "interval" in one:
         lines += _interval(one["interval"])
     for note in one["notes"]:
@@ -119,7 +114,7 @@ def _timeline(one: Mapping[str, Any]) -> list[str]:
     most = max(line["running"], default=0)
     used = sum(line["bound"]) * line["bin_s"] / max(one["seconds"], 1e-9)
     return [
-        *_row("busy", f"{_sparkline(line['busy'], 1.0)} {1 - idle:.0%}: GPUs that do not wait"),
+        *_row("busy", f"{_sparkline(line['busy'], 1.0)} {1 - idle:.0%}: ranks that do not wait"),
         *_row("used", f"{_sparkline(line['bound'], 1.0)} {used:.0%}: time in which memory or products bound"),
         *_row(
             "sequences", f"{_sparkline(line['running'], most)} up to {most:,.0f} run; over {in_words(one['seconds'])}"
@@ -149,7 +144,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _interval(interval: Mapping[str, Any]) -> list[str]:
-    lines = []
+    lines = _row("interval", interval["text"]) if "text" in interval else []
     for index, one in enumerate(interval["strongest"]):
         low, high = one["factors"]
         lines += _row(
