@@ -86,7 +86,7 @@ def _setups(policy: Policy, deployments: Sequence[Deployment], requests: Request
     whole = prompt + float(requests.outputs.mean())
     longest = int((requests.prompts + requests.most).max())
     for one in deployments:
-        if longest <= one.running_tokens:
+        if longest + one.sequence_tokens <= one.running_tokens:
             for choice in policy.choices(one, prompt, whole):
                 if choice.together and are_alike(requests):
                     continue  # all ranks have prompts at the same time
@@ -105,7 +105,7 @@ def estimate(setup: Setup, requests: Requests) -> float:
     one, costs = setup.deployment, setup.deployment.costs
     prompt, output = float(requests.prompts.mean()), float(requests.outputs.mean())
     share = len(requests) / (one.instances * one.ranks)
-    fits = one.running_tokens / (prompt + output)
+    fits = one.running_tokens / (prompt + output + one.sequence_tokens)
     rows = max(1, round(min(share, setup.choice.rows, fits)))
     tokens = min(setup.choice.chunk, round(share * prompt))
     context = prompt if tokens >= prompt else prompt / 2

@@ -29,6 +29,7 @@ def make_instance(
 
     `collapse`: simulate the first rank alone, with its part of the sequences.
     """
+    deployment = deployment.for_rows(choice.rows)
     plan, dealt = choice.plan(), deployment.ranks
     ranks = [
         SimulatedRank(requests, numbers[rank::dealt], plan, policy.form(deployment), request_slots=REQUEST_SLOTS)

@@ -145,8 +145,19 @@ def _sglang_choices(deployment: Deployment, prompt: float, whole: float) -> Sequ
     """
     chunk = deployment.engine.chunk_tokens
     chunks = {max(PAGE, chunk // deployment.ranks), chunk}
-    found = [Choice(rows=_MOST_ROWS, chunk=one) for one in sorted(chunks)]
+    rows = _bound_rows(deployment, prompt, whole, _MOST_ROWS)
+    found = [Choice(rows=rows, chunk=one) for one in sorted(chunks)]
     return [*found, replace(found[-1], together=True)] if deployment.ranks > 1 else found
+
+
+def _bound_rows(deployment: Deployment, prompt: float, whole: float, most: int) -> int:
+    """Return the most sequences that a rank decodes: where layers keep windows, those that fit while they grow.
+
+    SGLang sets memory for windows apart by a ratio of two pools; this is the best ratio for the batch.
+    """
+    if not deployment.sequence_tokens:
+        return most
+    return min(most, _rows(deployment.device_tokens / ((prompt + whole) / 2 + deployment.sequence_tokens)))
 
 
 def _vllm_form(deployment: Deployment) -> KVForm:
@@ -156,8 +167,9 @@ def _vllm_form(deployment: Deployment) -> KVForm:
 def _vllm_choices(deployment: Deployment, prompt: float, whole: float) -> Sequence[Choice]:
     """Return the default budget of a step, a quarter, and a share of it, which hold decode up for less time."""
     chunk = deployment.engine.chunk_tokens
+    rows = _bound_rows(deployment, prompt, whole, _VLLM_ROWS)
     shares = {chunk // max(deployment.ranks, 4), chunk // 4, chunk}
-    return [Choice(rows=_VLLM_ROWS, chunk=max(one, _VLLM_ROWS)) for one in sorted(shares)]
+    return [Choice(rows=rows, chunk=max(one, _VLLM_ROWS)) for one in sorted(shares)]
 
 
 # Engines that compute block by block.

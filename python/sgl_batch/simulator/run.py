@@ -129,7 +129,7 @@ def simulate(setup: Setup, requests: Requests, *, collapse: bool = False, until:
 
 
 def _of_units(setup: Setup, split: Split, requests: Requests, *, collapse: bool) -> Result:
-    deployment = setup.deployment
+    deployment = setup.deployment.for_rows(setup.choice.rows)
     dealt = deployment.ranks
     part = requests.every(dealt) if collapse else requests
     costs: Costs = Collapsed(deployment.costs, dealt) if collapse else deployment.costs

@@ -102,6 +102,20 @@ def test_every_ratio_of_units_is_in_the_table():
     assert found.result.seconds == min(one.seconds for one in found.table)
 
 
+def test_more_sequences_run_at_once_where_layers_keep_windows_alone():
+    batch = requests_like(Workload(requests=[Request(2000, 200)], count=400), 400)
+    found = []
+    for policy in (policies_named("sglang")[0], policies_named("vllm")[0]):
+        for keeps in (True, False):
+            engines = tuple(replace(one, keeps_windows=keeps) for one in policy.engines)
+            changed = replace(policy, engines=engines)
+            found.append(best_of(changed, model_named("gpt-oss-120b"), cluster_named("h100x1"), batch).result)
+    for all_tokens, windows in (found[:2], found[2:]):
+        assert windows.counts.finished == all_tokens.counts.finished == 400
+        assert windows.account.rows / windows.account.steps > 1.3 * all_tokens.account.rows / all_tokens.account.steps
+        assert windows.seconds < all_tokens.seconds
+
+
 def test_units_that_do_not_divide_the_cluster_are_refused():
     with pytest.raises(ConfigError, match="as in disaggregated:8"):
         best_of(policies_named("disaggregated:3")[0], model_named(MODEL), cluster_named("h100x4"), ALIKE)

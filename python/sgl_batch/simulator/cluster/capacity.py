@@ -24,8 +24,9 @@ class RankMemory:
         total: Device memory as the driver reports it.
         weights: Weights on the device.
         reserve: What else the engine takes of it.
-        kv_token: KV of a token on one device.
-        device_tokens: Tokens of KV on the device.
+        kv_token: KV of a token on one device, in the layers that keep all tokens.
+        kv_sequence: KV of a sequence on one device in the layers that keep a window of it; 0 where all keep all.
+        device_tokens: Tokens of KV on the device, before any sequence has taken `kv_sequence` of it.
         host_weights: Weights in a node's memory.
         store_tokens: Tokens of KV in host memory; 0 without a store.
     """
@@ -34,6 +35,7 @@ class RankMemory:
     weights: float
     reserve: float
     kv_token: float
+    kv_sequence: float
     device_tokens: int
     host_weights: float
     store_tokens: int
@@ -52,7 +54,7 @@ def rank_memory(
     reserve = engine.reserve_bytes.best
     if layout.ranks > 1 and not layout.tensor:
         reserve += engine.ranks_reserve_bytes.best
-    kv_token = model.kv_token_bytes / kv_parts(model.layers, layout)
+    kv_token, kv_sequence = (size / kv_parts(model.layers, layout) for size in kv_bytes(model, engine))
     left = total - weights - reserve
     tokens = int(left // kv_token) if left > 0 else 0
     if tokens < LEAST_TOKENS:
@@ -67,10 +69,22 @@ def rank_memory(
         weights=weights,
         reserve=reserve,
         kv_token=kv_token,
+        kv_sequence=kv_sequence,
         device_tokens=tokens,
         host_weights=host_weights,
         store_tokens=_store_tokens(model, cluster, engine, layout, host_weights) if regime.has_store else 0,
     )
+
+
+def kv_bytes(model: ClusterModel, engine: EngineSettings) -> tuple[float, float]:
+    """Return the bytes of KV of a token in all layers that keep it, and of a sequence in those that keep a window.
+
+    A sequence is taken to be as long as the window. Of a model without any other layer all keep all tokens.
+    """
+    layers = model.layers
+    if engine.keeps_windows or layers.window_layers == layers.num_layers:
+        return model.kv_token_bytes, 0.0
+    return model.kv_token_bytes - model.window_token_bytes, layers.window * model.window_token_bytes
 
 
 def device_weights(model: ClusterModel, engine: EngineSettings, layout: Layout, regime: Regime) -> float:

@@ -16,6 +16,7 @@ from sgl_batch.planner.pass_cost import COPIES, STEP, WEIGHTS, PassTime
 from sgl_batch.planner.roofline import COMPUTE, MEMORY, OVERHEAD, Knots
 from sgl_batch.planner.sheet_costs import DATA_SHEET
 from sgl_batch.simulator.cluster.assumed import ASSUMED
+from sgl_batch.simulator.cluster.capacity import kv_bytes
 from sgl_batch.simulator.cluster.engine_settings import EngineSettings
 from sgl_batch.simulator.cluster.exchange_cost import NO_EXCHANGE, ExchangeCost, ExchangeTime
 from sgl_batch.simulator.cluster.expert_cost import NO_EXPERTS, ExpertCost, ExpertTime
@@ -97,7 +98,7 @@ class ClusterCosts:
         self._experts = ExpertCost(model.layers, engine, self._rates, ranks=layout.ranks, is_sliced=is_sliced)
         self._exchange = ExchangeCost(model.layers, engine, self._rates, ranks=layout.ranks)
         self._spans_cluster = cluster.gpus > cluster.node_gpus
-        self._kv_token_bytes = model.kv_token_bytes / kv_parts(model.layers, layout)
+        self._kv_token_bytes = kv_bytes(model, engine)[0] / kv_parts(model.layers, layout)
         kv_layer_bytes = self._kv_token_bytes / model.layers.num_layers
         self._link = HostLink(model.layers, self._mine, engine, layout, regime, self._rates, kv_layer_bytes)
         self._known: dict[tuple[int, ...], PassTime] = {}

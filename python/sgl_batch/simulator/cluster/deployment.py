@@ -6,6 +6,7 @@ best is not decided here: a simulation of each tells.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,7 @@ class Deployment:
 
     Attributes:
         costs: Seconds of what one instance does.
-        device_tokens: Tokens of KV on the device of a rank; of tensor parallel ranks, of the instance.
+        device_tokens: Tokens of KV on the device of a rank; of tensor parallel ranks, of the instance. See `for_rows`.
         store_tokens: Tokens of KV in host memory of a rank, or of such an instance; 0 without a store.
         ranks: Ranks of an instance that have sequences of their own: 1 where ranks are tensor parallel.
         instances: Instances, which share nothing.
@@ -55,6 +56,16 @@ class Deployment:
     def running_tokens(self) -> int:
         """Return the tokens of KV that sequences of a rank can have while they run."""
         return self.store_tokens if self.regime.runs_from_store else self.device_tokens
+
+    @property
+    def sequence_tokens(self) -> float:
+        """Return the tokens whose room a sequence takes beside its own: for layers that keep a window of it."""
+        return self.memory.kv_sequence / self.memory.kv_token
+
+    def for_rows(self, rows: int) -> Deployment:
+        """Return the deployment with room set apart for the windows of so many sequences."""
+        apart = math.ceil(rows * self.sequence_tokens)
+        return replace(self, device_tokens=max(self.device_tokens - apart, 0)) if apart else self
 
     def text(self) -> str:
         """Return the deployment in words."""

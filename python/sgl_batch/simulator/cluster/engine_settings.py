@@ -33,6 +33,7 @@ class EngineSettings:
         padded_gather: Whether ranks send as many rows as the busiest one when they only decode.
         ragged_gather: By how much bytes of a gather grow where ranks have prompts of different sizes.
         dispatch_bytes: Of one number of a row that is sent to an expert, in an all-to-all.
+        keeps_windows: Whether layers that attend a window keep the KV of all tokens; if not, that of the window alone.
         kernel_tables: The frameworks whose measured kernels stand for its own (kernel_tables), the first one first.
 
     What is assumed:
@@ -101,6 +102,7 @@ class EngineSettings:
     padded_gather: bool = False
     ragged_gather: float = 1.0
     dispatch_bytes: float = 2.0
+    keeps_windows: bool = True
     kernel_tables: tuple[str, ...] = ("sglang", "trtllm")
 
     def assumed(self) -> dict[str, Assumed]:

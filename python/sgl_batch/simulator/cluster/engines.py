@@ -68,6 +68,7 @@ SGLANG = replace(
     padded_gather=True,
     ragged_gather=2.0,
     chunk_tokens=8192,
+    keeps_windows=False,
     graph_rows=512,  # --cuda-graph-max-bs, which it sets so for four ranks or more with 60 GiB or more each
     expert_share=Assumed(0.65, 0.45, 0.85, f"Triton's groups of matrices reach 0.45 to 0.75 {_TABLES}"),
 )

@@ -43,6 +43,11 @@ class ClusterModel:
         return self.layers.kv_layer_bytes * self.layers.num_layers
 
     @property
+    def window_token_bytes(self) -> float:
+        """Return the bytes of the KV of one token in the layers that attend a window."""
+        return self.layers.kv_layer_bytes * self.layers.window_layers
+
+    @property
     def expert_bytes(self) -> float:
         """Return the bytes of all routed experts."""
         layers = self.layers

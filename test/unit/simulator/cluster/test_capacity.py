@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.candidate import DEVICE, INCLUSIVE, STREAMED
 from sgl_batch.planner.layouts import Layout
-from sgl_batch.simulator.cluster.capacity import LEAST_TOKENS, device_weights, rank_memory
+from sgl_batch.simulator.cluster.capacity import LEAST_TOKENS, device_weights, kv_bytes, rank_memory
 from sgl_batch.simulator.cluster.deployment import deployment, feasible
-from sgl_batch.simulator.cluster.engines import BATCHGEN, DEEPSPEED, FLEXGEN, SGLANG
+from sgl_batch.simulator.cluster.engines import BATCHGEN, DEEPSPEED, FLEXGEN, SGLANG, VLLM
 from sgl_batch.simulator.cluster.hardware import cluster_named
 from sgl_batch.simulator.cluster.models import model_named
 from sgl_batch.simulator.cluster.regime import DATA_PARALLEL, HOST, Regime
@@ -97,6 +97,31 @@ def test_what_runs_from_the_store_is_not_limited_by_the_device():
     resident, streamed = (deployment(DEEPSEEK, H20, BATCHGEN, regime=Regime(kv=kv)) for kv in (INCLUSIVE, STREAMED))
     assert resident.running_tokens == resident.device_tokens
     assert streamed.running_tokens == streamed.store_tokens > streamed.device_tokens
+
+
+def test_engines_that_keep_windows_alone_hold_more_tokens():
+    model = model_named("gpt-oss-120b")
+    every, windows = (rank_memory(model, cluster_named("h100x1"), one, Layout(), Regime()) for one in (BATCHGEN, VLLM))
+    assert (every.kv_token, every.kv_sequence) == (model.kv_token_bytes, 0)
+    assert windows.kv_token == every.kv_token / 2  # every second layer has a window
+    assert windows.kv_sequence == 128 * every.kv_token / 2
+    left = windows.total - windows.weights - windows.reserve
+    assert windows.device_tokens == left // windows.kv_token
+    assert rank_memory(model, cluster_named("h100x1"), BATCHGEN, Layout(), Regime()) == every
+
+
+def test_models_without_a_window_are_kept_whole_by_all_engines():
+    assert kv_bytes(DEEPSEEK, SGLANG) == kv_bytes(DEEPSEEK, BATCHGEN) == (DEEPSEEK.kv_token_bytes, 0)
+    all_windows = replace(MIXTRAL, layers=replace(MIXTRAL.layers, window=128, window_layers=MIXTRAL.layers.num_layers))
+    assert kv_bytes(all_windows, SGLANG) == (MIXTRAL.kv_token_bytes, 0)
+
+
+def test_room_is_set_apart_for_the_windows_of_sequences_and_not_where_all_layers_keep_all():
+    ours, theirs = (deployment("gpt-oss-20b", "h100x1", engine) for engine in (BATCHGEN, SGLANG))
+    assert ours.for_rows(100) is ours
+    assert theirs.sequence_tokens == 128
+    assert theirs.for_rows(100).device_tokens == theirs.device_tokens - 100 * 128
+    assert theirs.for_rows(1 << 30).device_tokens == 0
 
 
 @settings(max_examples=30, deadline=None)
