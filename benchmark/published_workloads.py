@@ -30,14 +30,18 @@ from sgl_batch.cli.plan.durations import in_words
 from sgl_batch.cli.simulate.report import Compared, policies_message
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.workload import Request, Workload
-from sgl_batch.simulator.best import best_of
+from sgl_batch.simulator.best import Best, best_of
 from sgl_batch.simulator.cluster.hardware import cluster_named
 from sgl_batch.simulator.cluster.models import model_named
 from sgl_batch.simulator.intervals import interval_of
 from sgl_batch.simulator.lengths import requests_like
 from sgl_batch.simulator.policies import policies_named
+from sgl_batch.simulator.rounds import Rounds, filling
+from sgl_batch.simulator.run import simulate
 
 _SPREAD = 0.3
+# Setups of a policy that are simulated with rounds.
+_SETUPS = 3
 _SMALL_HOST_BYTES = 1e12
 _HEADINGS = (
     "workload",
@@ -56,7 +60,11 @@ _HEADINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A workload on a cluster. `requests`: one of each length, in order; `until_s`: when it is stopped."""
+    """A workload on a cluster. `requests`: one of each length, in order; `until_s`: when it is stopped.
+
+    `rounds`: for sequences that wait for others; `at_once`: how many problems are then worked on at once, where it is
+    given.
+    """
 
     group: str
     model: str
@@ -66,6 +74,8 @@ class Case:
     count: int
     until_s: float = math.inf
     host_bytes: float | None = None
+    rounds: Rounds | None = None
+    at_once: int | None = None
 
     def lengths(self) -> str:
         """Return the lengths in words."""
@@ -100,10 +110,7 @@ def _whole(group: str, model: str, hardware: str, policies: str, one: Request, c
 
 
 def _rounds(args: argparse.Namespace, until_s: float) -> Case:
-    """Return recursive self-aggregation: problem by problem, and round by round, more of them than end in the time.
-
-    The candidates of a round wait for those of the round before; here they do not, as if enough problems were at hand.
-    """
+    """Return recursive self-aggregation: more problems than end in the time, each of which goes on round by round."""
     question, output = 1024, 8192
     first = [Request(question, output)] * args.candidates
     later = [Request(question + args.aggregate * output, output)] * args.candidates
@@ -115,6 +122,15 @@ def _rounds(args: argparse.Namespace, until_s: float) -> Case:
         requests=[*first, *(later * (args.rounds - 1))],
         count=args.sequences,
         until_s=until_s,
+        rounds=Rounds(
+            question=question,
+            output=output,
+            rounds=args.rounds,
+            candidates=args.candidates,
+            aggregate=args.aggregate,
+            problems=-(-args.sequences // (args.rounds * args.candidates)),
+        ),
+        at_once=args.problems_at_once,
     )
 
 
@@ -127,7 +143,9 @@ def simulated(case: Case, cv: float, *, intervals: bool, collapse: bool) -> list
     compared = []
     for policy in policies_named(case.policies):
         try:
-            best = best_of(policy, model, cluster, requests, collapse=collapse, until=case.until_s)
+            best = best_of(policy, model, cluster, requests, collapse=collapse or bool(case.rounds), until=case.until_s)
+            if case.rounds is not None:
+                best = best_in_rounds(best, case.rounds, case.at_once, cv=cv, until=case.until_s)
         except ConfigError as error:
             compared.append(Compared(policy=policy, why=str(error)))
             continue
@@ -135,6 +153,26 @@ def simulated(case: Case, cv: float, *, intervals: bool, collapse: bool) -> list
         interval = interval_of(best, requests) if wanted else None
         compared.append(Compared(policy=policy, best=best, interval=interval))
     return policies_message(compared)
+
+
+def best_in_rounds(without: Best, rounds: Rounds, at_once: int | None, *, cv: float, until: float) -> Best:
+    """Return the best run of problems in rounds, and the other runs: of some setups, each with some problems at once.
+
+    `without`: the setups, from the best, where all sequences are queued at the start. Their limits are for the mean
+    length; in the first round, whose prompts are short, more sequences may fit.
+    """
+    runs = []
+    for setup in [one.setup for one in (without.result, *without.others)][:_SETUPS]:
+        one, choice = setup.deployment, setup.choice
+        last = one.running_tokens / (rounds.question + (rounds.aggregate + 0.5) * rounds.output)
+        first = int(one.running_tokens / (rounds.question + rounds.output))
+        some = filling(rounds, min(choice.rows, last) * one.ranks * one.instances, one.instances)
+        for rows in sorted({choice.rows, max(choice.rows, first)}):
+            limited = replace(setup, choice=replace(choice, rows=rows))
+            for each in [replace(rounds, at_once=at_once)] if at_once else some:
+                runs.append(simulate(limited, each.requests(cv), until=until, rounds=each))
+    runs.sort(key=lambda run: (-run.counts.finished, run.seconds))
+    return Best(result=runs[0], others=runs[1:], compared=without.compared)
 
 
 def row(case: Case, cv: float, one: dict[str, Any]) -> list[str]:
@@ -151,7 +189,8 @@ def row(case: Case, cv: float, one: dict[str, Any]) -> list[str]:
         f"{one['ratio']:.2f}" if "ratio" in one else "",
         f"{ratios[0]:.2f} to {ratios[1]:.2f}" if ratios else "",
         f"{one['idle']:.0%}",
-        f"{one['counts']['finished']:,}",
+        f"{one['counts']['finished']:,}"
+        + (f", {one['problems_at_once']} problems at once" if "problems_at_once" in one else ""),
     ]
 
 
@@ -167,6 +206,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10, help="of W4: rounds of a problem")
     parser.add_argument("--candidates", type=int, default=16, help="of W4: candidates of a round")
     parser.add_argument("--aggregate", type=int, default=4, help="of W4: candidates that a later prompt holds")
+    parser.add_argument(
+        "--problems-at-once",
+        type=int,
+        metavar="N",
+        help="of W4 (default: the best of as many as fill all ranks, and more)",
+    )
     parser.add_argument("--sequences", type=int, default=8000, help="of W4: how many there are; more than end")
     parser.add_argument("--record", type=Path, default=Path("published_workloads.json"), help="where results go")
     args = parser.parse_args()

@@ -71,6 +71,7 @@ class Instance:
         self._active, self._pool, self._long_tail, self._has_crossed = self.ranks, pool, long_tail, False
         self._scheduler, self._costs, self._arrivals, self._migration = scheduler, costs, arrivals, migration
         self._first_use, self._next_arrival, self._ended = first_use, arrivals(0.0), 0
+        self._until = math.inf
         # By rank, how often it had changed when it decided to go on with plain steps.
         self._steady, self._holds_back = [-1] * len(ranks), False
         self._headers: list[RankHeader | None] = [None] * len(ranks)
@@ -80,8 +81,13 @@ class Instance:
         """Return the modelled time, in seconds from the start."""
         return self.account.seconds
 
+    def feed(self, arrivals: Arrivals) -> None:
+        """Take sequences from `arrivals` from now on; as more may come at any time, none are then the last."""
+        self._arrivals, self._next_arrival, self._long_tail = arrivals, arrivals(self.now), None
+
     def run(self, until: float = math.inf) -> Account:
-        """Run until all sequences have ended, or the time has come."""
+        """Run until all sequences have ended, or the time has come, to within a step or a prefill group."""
+        self._until = until
         while self.now < until:
             self._arrive()
             if self._has_crossed:
@@ -310,10 +316,10 @@ class Instance:
         return kv, [len(rank.running) if on else 0 for rank, on in zip(self._active, decoding, strict=True)]
 
     def _equal_steps(self, decoding: Sequence[bool], kv: Sequence[int], rows: Sequence[int]) -> int:
-        """Return the steps until a sequence ends, a boundary is due, KV comes back or a request arrives."""
+        """Return the steps until a sequence ends, a boundary is due, KV comes back, a request arrives or time is up."""
         ranks = [rank for rank, on in zip(self._active, decoding, strict=True) if on and rank.running]
         steps = min((min(rank.group.steps_to_end(), rank.steps_to_boundary) for rank in ranks), default=1)
-        event = min([self._next_arrival, *(rank.returning.next_at for rank in self._active)])
+        event = min([self._until, self._next_arrival, *(rank.returning.next_at for rank in self._active)])
         if steps > 1 and math.isfinite(event):
             busiest = max(range(len(kv)), key=kv.__getitem__)
             streams = self._active[busiest].form.streams

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -83,6 +83,8 @@ class SimulatedRank:
         self.ready: dict[str, SequenceState] = {}
         self.group, self.returning = DecodeGroup(self._length), Returning()
         self.begun: SequenceState | None = None
+        # Called with each sequence that has ended here.
+        self.on_end: Callable[[SequenceState], None] | None = None
         self.boundaries = 0
         self.now = 0.0
         self._steps = self._changes = self._waits = 0
@@ -386,6 +388,8 @@ class SimulatedRank:
         self.ended.append(sequence.generated_tokens)
         self.form.admission.policy.finished(sequence, sequence.generated_tokens)
         self.form.release(sequence)
+        if self.on_end is not None:
+            self.on_end(sequence)
 
     # Migration.
 

@@ -19,6 +19,7 @@ from sgl_batch.simulator.policies import REQUEST_SLOTS, Choice, Policy, pages
 from sgl_batch.simulator.rank import SimulatedRank, Tally
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.rivals.disaggregation import Unit, UnitRun, disaggregated
+from sgl_batch.simulator.rounds import Rounds
 from sgl_batch.simulator.timeline import Account
 from sgl_batch.simulator.work import Costs
 
@@ -64,6 +65,7 @@ class Result:
         account: Of that instance.
         simulated, instances: How many were simulated, of how many.
         collapsed: Whether one rank stood for all of an instance.
+        rounds: How sequences waited for others; None where all were queued at the start.
     """
 
     setup: Setup
@@ -76,6 +78,7 @@ class Result:
     simulated: int
     instances: int
     collapsed: bool
+    rounds: Rounds | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,6 +91,8 @@ class Result:
         notes = []
         if self.simulated < self.instances:
             notes.append(f"{self.simulated} of {self.instances} instances were simulated; the others are alike")
+        if self.rounds is not None:
+            notes.append(f"{self.rounds.at_once} problems were worked on at once")
         if self.collapsed:
             notes.append("one rank of each instance was simulated, and the others were taken to be like it")
         return notes
@@ -103,7 +108,14 @@ class _Run:
     copies: int
 
 
-def simulate(setup: Setup, requests: Requests, *, collapse: bool = False, until: float = math.inf) -> Result:
+def simulate(
+    setup: Setup,
+    requests: Requests,
+    *,
+    collapse: bool = False,
+    until: float = math.inf,
+    rounds: Rounds | None = None,
+) -> Result:
     """Run a setup over a batch.
 
     Args:
@@ -111,21 +123,26 @@ def simulate(setup: Setup, requests: Requests, *, collapse: bool = False, until:
         requests: The batch.
         collapse: Simulate one rank of each instance, and take all others to have the same work.
         until: Stop at this time, in seconds; `counts.finished` are then the sequences that have ended.
+        rounds: Of which the requests are; None where all are queued at the start. Not with `collapse` or units.
     """
+    assert rounds is None or not (collapse or setup.split), "ranks of an instance share the candidates of a round"
     if setup.split is not None:
         return _of_units(setup, setup.split, requests, collapse=collapse)
     deployment = setup.deployment
     count, ranks = deployment.instances, deployment.ranks
-    alike = are_alike(requests)
+    alike = rounds is None and are_alike(requests)
     runs = []
     for index in range(1 if alike else min(count, len(requests))):
         numbers = range(index, len(requests), count)
-        instance = make_instance(setup.policy, deployment, setup.choice, requests, numbers, collapse=collapse)
+        queued = () if rounds else numbers
+        instance = make_instance(setup.policy, deployment, setup.choice, requests, queued, collapse=collapse)
+        if rounds is not None:
+            rounds.feed(instance, index, count)
         instance.run(until)
         simulated = len(range(0, len(numbers), ranks)) if collapse else len(numbers)
         times = (len(requests) if alike else len(numbers)) / simulated
         runs.append(_Run(instance.account, instance.ranks, times, count if alike else 1))
-    return _result(setup, runs, instances=count, collapsed=collapse and ranks > 1)
+    return replace(_result(setup, runs, instances=count, collapsed=collapse and ranks > 1), rounds=rounds)
 
 
 def _of_units(setup: Setup, split: Split, requests: Requests, *, collapse: bool) -> Result:

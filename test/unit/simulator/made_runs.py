@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -95,12 +95,15 @@ def instance(
     scheduler: Scheduler | None = None,
     pool: NodePool | None = None,
     long_tail: LongTail | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> Instance:
+    """`numbers`: of the requests that are queued at the start (default: all)."""
     memory = memory or RankPages(device=60, store=200)
     made = []
     for rank in range(ranks):
         kv: KVForm = make_form(form, memory, in_force.page_size, make_admission(admission, on_cpu=True))
-        made.append(SimulatedRank(asked, range(rank, len(asked), ranks), in_force, kv, request_slots=64))
+        own = (range(len(asked)) if numbers is None else numbers)[rank::ranks]
+        made.append(SimulatedRank(asked, own, in_force, kv, request_slots=64))
     decides = scheduler or Ours(made[0].form.policy)
     return Instance(made, in_force, decides, costs or LineCosts(), migration=migration, pool=pool, long_tail=long_tail)
 

@@ -116,6 +116,7 @@ def run_message(result: Result) -> dict[str, Any]:
         **account_message(result.account, result.counts, idle=result.idle),
         "setup": result.setup.text(),
         "instances": result.instances,
+        **({"problems_at_once": result.rounds.at_once} if result.rounds else {}),
         "notes": result.notes,
         "sources": dict(result.setup.deployment.costs.sources),
         "source": MODELLED,
