@@ -77,8 +77,8 @@ def test_lengths_are_spread_or_taken_from_a_file(capsys, tmp_path):
 
 def test_a_run_that_is_stopped_says_how_many_have_ended(capsys):
     argv = (*ONE[:4], "--workload", "600:60x20000", *ONE[6:])
-    _, message = to_message(capsys, *argv, "--until", "5s")
-    assert message["until_s"] == 5
+    _, message = to_message(capsys, *argv, "--until", "8s")
+    assert message["until_s"] == 8
     assert 0 < message["policies"][0]["counts"]["finished"] < 20000
 
 

@@ -99,7 +99,7 @@ class ClusterCosts:
         self._exchange = ExchangeCost(model.layers, engine, self._rates, ranks=layout.ranks)
         self._spans_cluster = cluster.gpus > cluster.node_gpus
         self._kv_token_bytes = kv_bytes(model, engine)[0] / kv_parts(model.layers, layout)
-        kv_layer_bytes = self._kv_token_bytes / model.layers.num_layers
+        kv_layer_bytes = model.layers.kv_layer_bytes / kv_parts(model.layers, layout)
         self._link = HostLink(model.layers, self._mine, engine, layout, regime, self._rates, kv_layer_bytes)
         self._known: dict[tuple[int, ...], PassTime] = {}
 
