@@ -20,12 +20,12 @@ from sgl_batch.planner.roofline import OVERHEAD
 from sgl_batch.simulator.decode_group import NEVER
 from sgl_batch.simulator.long_tail import LongTail
 from sgl_batch.simulator.node_pool import NodePool
-from sgl_batch.simulator.partition import PARTITION, SetCosts, fullest_tokens, into_sets, stragglers
+from sgl_batch.simulator.partition import SetCosts, fullest_tokens, into_sets, stragglers
 from sgl_batch.simulator.passes import PLAIN, RankPass, pass_time, together
 from sgl_batch.simulator.rank import Prompts, SimulatedRank
 from sgl_batch.simulator.scheduler import Ours, Scheduler
 from sgl_batch.simulator.timeline import Account, Partitioned
-from sgl_batch.simulator.work import Costs, PassWork
+from sgl_batch.simulator.work import PARTITION, Costs, PassWork
 
 # Called with the time when sequences arrive, and when others have ended, whose room they may take. Gives the ranks the
 # sequences that have arrived, and returns the time of the next ones.

@@ -13,8 +13,6 @@ from sgl_batch.simulator.long_tail import Sets, Straggler
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.work import Costs, PassWork
 
-PARTITION = "partition"
-
 
 class SetCosts:
     """Costs of an instance whose simulated ranks are sets, each of which computes its rows alone.

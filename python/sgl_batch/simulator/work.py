@@ -8,6 +8,9 @@ from typing import Protocol
 
 from sgl_batch.planner.pass_cost import PassTime
 
+# The part of the seconds of a change into sets of ranks (long_tail).
+PARTITION = "partition"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassWork:

@@ -9,6 +9,7 @@ import pytest
 from sgl_batch.cli.main import main
 from sgl_batch.cli.simulate.command import simulate_command
 from sgl_batch.cli.simulate.options import simulate_parser
+from sgl_batch.cli.simulate.text import text
 
 FAST = ("--model", "qwen3-30b-a3b", "--hardware", "h100x1", "--workload", "600:60x48")
 ONE = (*FAST, "--policies", "sglang", "--no-intervals")
@@ -53,6 +54,15 @@ def test_a_message_has_all_numbers_and_their_sources(capsys):
     low, high = second["ratio_interval"]
     assert low <= second["ratio"] <= high
     assert "ratio" not in first
+
+
+def test_a_partition_of_the_last_sequences_is_told(capsys):
+    _, message = to_message(capsys, *FAST, "--policies", "batchgen", "--no-intervals")
+    assert message["policies"][0]["partitioned"] is None
+    message["policies"][0]["partitioned"] = {"at_s": 90.0, "sequences": 1234, "ranks": 8}
+    (row,) = [line for line in text(message).splitlines() if line.startswith("partitioned")]
+    assert row.endswith("1,234 sequences after 90.0 s, over sets of 8 GPUs")
+    assert "partition" in message["policies"][0]["sources"]
 
 
 def test_the_ratios_of_units_are_all_told(capsys):

@@ -26,7 +26,7 @@ from sgl_batch.simulator.cluster.measured import MeasuredModules
 from sgl_batch.simulator.cluster.models import ITEM_BYTES, ClusterModel
 from sgl_batch.simulator.cluster.rates import Rates, rates_of
 from sgl_batch.simulator.cluster.regime import DATA_PARALLEL, HOST, Regime
-from sgl_batch.simulator.work import PassWork
+from sgl_batch.simulator.work import PARTITION, PassWork
 
 ATTENTION, MATRICES, EXPERTS, SHARED, ROUTER, LOGITS = "attention", "matrices", "experts", "shared", "router", "logits"
 TILES, SKEW, LAUNCHES, AGREEMENT, HOST_ATTENTION = "tiles", "skew", "launches", "agreement", "attention on the host"
@@ -89,7 +89,7 @@ class ClusterCosts:
             **dict.fromkeys((ATTENTION, MATRICES, EXPERTS), kernels),
             **dict.fromkeys((SHARED, ROUTER, LOGITS, ROWS), _DETAILED),
             **dict.fromkeys((WEIGHTS, COPIES, EXCHANGE, HOST_ATTENTION), _DETAILED),
-            **dict.fromkeys((TILES, SKEW, LAUNCHES, AGREEMENT, STEP, BOUNDARY), ASSUMED),
+            **dict.fromkeys((TILES, SKEW, LAUNCHES, AGREEMENT, STEP, BOUNDARY, PARTITION), ASSUMED),
         }
         self._model, self._engine, self._layout, self._regime = model.layers, engine, layout, regime
         self._mine = rank_layers(model.layers, layout) if layout.tensor else model.layers
