@@ -1,0 +1,58 @@
+"""Owns the environment in which this package starts Ray: access by a token of our own, short names, no reports home.
+
+It is called before `import ray`, which reads these variables once. Whoever joins a cluster of others' needs none of it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from sgl_batch.errors import ConfigError
+
+_MODE, _TOKEN, _TOKEN_PATH, _TMPDIR = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"
+# What Ray appends to the directory for its sockets. The kernel takes 107 characters.
+_LONGEST_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.99"
+LONGEST_DIRECTORY = 107 - len(_LONGEST_SOCKET)
+
+
+def prepare(directory: Path) -> dict[str, str]:
+    """Set the variables of a cluster that this process starts, and return them for processes that are to join it.
+
+    Ray would write its token into the user's home. Here it is a file in `directory` (mode 0600), and so are Ray's
+    sessions and logs. What the user has set for Ray's access stays. Ray keeps a token that it has read, so further
+    calls of one process keep the first directory too.
+
+    Args:
+        directory: A private directory of this process, which the caller removes after Ray has ended.
+
+    Raises:
+        ConfigError: The directory's name is too long for sockets in it.
+    """
+    if _MODE not in os.environ:
+        os.environ[_MODE] = "token"
+        if _TOKEN not in os.environ and _TOKEN_PATH not in os.environ:
+            os.environ[_TOKEN_PATH] = str(_new_token(directory))
+    if _TMPDIR not in os.environ:
+        _check_length(directory)
+        os.environ[_TMPDIR] = str(directory)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    names = (_MODE, _TOKEN, _TOKEN_PATH, _TMPDIR, "RAY_USAGE_STATS_ENABLED")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _new_token(directory: Path) -> Path:
+    path = directory / "ray_token"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def _check_length(directory: Path) -> None:
+    if len(str(directory)) > LONGEST_DIRECTORY:
+        raise ConfigError(
+            f"the directory of temporary files {directory} has a name of {len(str(directory))} characters, too long "
+            f"for Ray's sockets in it: set TMPDIR so that it has at most {LONGEST_DIRECTORY}"
+        )
