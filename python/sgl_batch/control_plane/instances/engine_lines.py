@@ -1,0 +1,150 @@
+"""Owns the lines that the engines of one instance have, each from its start to its answer or its engine's death."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from sgl_batch.control_plane.instances.messages import Line, Tokens
+from sgl_batch.core.answers import LineResponse
+from sgl_batch.core.partial_output import PartialOutput
+from sgl_batch.engine.line_frames import unpack_body
+from sgl_batch.errors import EngineError
+from sgl_batch.jobs.line_engine import LineEngine
+from sgl_batch.jobs.result_lines import internal_error_response
+
+logger = logging.getLogger(__name__)
+
+_ALL_FAIL_WITHIN_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class LineInFlight:
+    """A line that an engine has. `num_given`: the tokens that it came with. `resend`: report all its tokens again."""
+
+    key: str
+    partial_output: PartialOutput
+    num_given: int
+    session: _Session
+    task: asyncio.Task[LineResponse] | None = None
+    resend: bool = False
+
+    def take_tokens(self) -> Tokens | None:
+        """Return the tokens that were not reported yet, or None."""
+        update = self.partial_output.take_update()
+        if self.resend:
+            self.resend = False
+            return Tokens(self.key, 0, self.partial_output.pack()) if len(self.partial_output) else None
+        return None if update is None else Tokens(self.key, *update)
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """The lines that one engine has, by key. `dead`: those that raised its death."""
+
+    engine: LineEngine
+    lines: dict[str, LineInFlight] = field(default_factory=dict)
+    dead: list[LineInFlight] = field(default_factory=list)
+    death: EngineError | None = None
+
+
+class EngineLines:
+    """The lines in flight, by key.
+
+    Args:
+        on_answer: Called with the key of a line and its answer.
+        on_death: Called when an engine has died and all its lines have ended: with its error and these lines.
+    """
+
+    def __init__(
+        self,
+        on_answer: Callable[[str, LineResponse], None],
+        on_death: Callable[[EngineError, list[LineInFlight]], None],
+    ) -> None:
+        self._on_answer, self._on_death = on_answer, on_death
+        self._lines: dict[str, LineInFlight] = {}
+        self._session: _Session | None = None
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __iter__(self) -> Iterator[LineInFlight]:
+        return iter(self._lines.values())
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of all lines."""
+        return tuple(self._lines)
+
+    def get(self, key: str) -> LineInFlight | None:
+        """Return the line of a key, or None."""
+        return self._lines.get(key)
+
+    def is_dead(self, engine: LineEngine) -> bool:
+        """Whether lines have found this engine dead."""
+        return self._session is not None and self._session.engine is engine and self._session.death is not None
+
+    def start(self, engine: LineEngine, line: Line) -> None:
+        """Give a line to an engine."""
+        session = self._session
+        if session is None or session.engine is not engine:
+            session = self._session = _Session(engine)
+        partial_output = PartialOutput(line.partial_output)
+        one = LineInFlight(line.key, partial_output, len(partial_output), session)
+        self._lines[line.key] = session.lines[line.key] = one
+        one.task = asyncio.create_task(engine.respond(line.url, unpack_body(line.body), partial_output))
+        one.task.add_done_callback(lambda task: self._ended(one, task))
+
+    def take_back(self, count: int) -> tuple[str, ...]:
+        """Abort up to so many lines that have got no token here, the last ones first. Returns their keys."""
+        found: list[str] = []
+        for key, line in reversed(self._lines.items()):
+            if len(found) >= count:
+                break
+            if len(line.partial_output) == line.num_given and line.session.death is None:
+                found.append(key)
+        self.drop(found)
+        return tuple(found)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Abort lines. They get no answer any more, and their engine's death does not name them."""
+        for key in keys:
+            line = self._lines.pop(key, None)
+            if line is not None:
+                del line.session.lines[key]
+                assert line.task is not None, "it has begun"
+                line.task.cancel()
+                self._end_if_dead(line.session)
+
+    def _ended(self, line: LineInFlight, task: asyncio.Task[LineResponse]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if self._lines.get(line.key) is not line:
+            return  # it was dropped
+        session = line.session
+        del self._lines[line.key], session.lines[line.key]
+        if isinstance(error, EngineError) or (task.cancelled() and session.death is not None):
+            session.dead.append(line)
+            if isinstance(error, EngineError) and session.death is None:
+                session.death = error
+                asyncio.get_running_loop().call_later(_ALL_FAIL_WITHIN_S, self._end_rest, session)
+        elif error is not None or task.cancelled():
+            # A fault of the program with this line: it fails, and the other lines go on.
+            cause = error if error is not None else asyncio.CancelledError("cancelled inside the engine")
+            logger.error("line %s: the engine raised", line.key, exc_info=cause)
+            self._on_answer(line.key, internal_error_response(line.key, cause))
+        else:
+            self._on_answer(line.key, task.result())
+        self._end_if_dead(session)
+
+    def _end_if_dead(self, session: _Session) -> None:
+        if session.death is not None and session.dead and not session.lines:
+            dead, session.dead = session.dead, []
+            self._on_death(session.death, dead)
+
+    def _end_rest(self, session: _Session) -> None:
+        """End the lines of a dead engine that have not raised its death themselves."""
+        for line in session.lines.values():
+            assert line.task is not None, "it has begun"
+            line.task.cancel()
