@@ -8,6 +8,7 @@ import faulthandler
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,3 +80,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("no small file system can be mounted here; other tests cover the same errors without one")
     yield disk
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.fixture(scope="session")
+def ray_environment() -> Iterator[dict[str, str]]:
+    """Prepare this process for Ray, once: it reads its token once. Return the variables for other processes."""
+    from sgl_batch.control_plane.ray_environment import prepare
+    from sgl_batch.owned_directory import OwnedDirectory
+
+    directory = OwnedDirectory.make("sgl-batch-ray-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        yield prepare(directory.path)
+    directory.remove()

@@ -1,12 +1,13 @@
 """Owns the environment in which this package starts Ray: access by a token of our own, short names, no reports home.
 
-It is called before `import ray`, which reads these variables once. Whoever joins a cluster of others' needs none of it.
+Whoever joins a cluster that others have started needs none of it.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import sys
 from pathlib import Path
 
 from sgl_batch.errors import ConfigError
@@ -32,6 +33,8 @@ def prepare(directory: Path) -> dict[str, str]:
     """
     if _MODE not in os.environ:
         os.environ[_MODE] = "token"
+        if "ray._raylet" in sys.modules:  # it read its variables when it was imported; Ray itself does this too
+            sys.modules["ray._raylet"].Config.initialize("")
         if _TOKEN not in os.environ and _TOKEN_PATH not in os.environ:
             os.environ[_TOKEN_PATH] = str(_new_token(directory))
     if _TMPDIR not in os.environ:

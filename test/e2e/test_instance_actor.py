@@ -1,0 +1,162 @@
+"""An instance on Ray: answers outlive its process, its engine's death names its lines, and nothing outlives its node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sgl_batch.control_plane.instances.messages import EngineDeath, Line, Lot, Poll, Report, encode, key_of
+from sgl_batch.control_plane.instances.ray_actor import MAX_CONCURRENCY, InstanceActor, InstanceSettings
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.engine
+
+WITHIN_S = 100
+_MIB = 1 << 20
+
+
+@dataclass
+class Cluster:
+    """A node without cores for this process, and one that the test may kill."""
+
+    node_id: str
+    raylet: psutil.Process
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_environment: dict[str, str]) -> Iterator[Cluster]:
+    """Start a cluster of two nodes."""
+    import ray
+    from ray.cluster_utils import Cluster as Nodes
+
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 * _MIB}
+    nodes = Nodes(initialize_head=True, head_node_args=head)
+    node = nodes.add_node(num_cpus=1, object_store_memory=80 * _MIB)
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield Cluster(node.node_id, psutil.Process(node.all_processes["raylet"][0].process.pid))
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def start_instance(cluster: Cluster, directory: Path, model: Path, incarnation: int) -> Any:
+    """Return a RayMember of a new actor with an engine of the tiny Qwen3-MoE model."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from sgl_batch.control_plane.instances.ray_member import RayMember
+
+    settings = InstanceSettings(
+        engine_argv=("--model-path", str(model), "--served-model-name", "tiny", "--dtype", "float32"),
+        directory=str(directory),
+        incarnation=incarnation,
+        cores=(min(os.sched_getaffinity(0)),),
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+    actor = ray.remote(InstanceActor).options(
+        num_cpus=1,
+        max_concurrency=MAX_CONCURRENCY,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(cluster.node_id, soft=False),
+    )
+    handle = actor.remote(encode(settings))
+    return RayMember("i0", incarnation, "here", cluster.node_id, handle)
+
+
+def line(number: int, max_tokens: int = 4) -> Line:
+    body = {"model": "tiny", "prompt": f"Say {number}.", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    data = json.dumps(body).encode()
+    return Line(key_of("/v1/completions", data, 0), "/v1/completions", data)
+
+
+async def until(member: Any, is_reached: Callable[[Report], bool], **fields: Any) -> Report:
+    """Poll until a report says what is waited for."""
+    deadline = time.monotonic() + WITHIN_S
+    while True:
+        report: Report = await member.poll(Poll(wait_s=1.0, **fields))
+        if is_reached(report):
+            return report
+        assert time.monotonic() < deadline, report
+        await asyncio.sleep(0.05)
+
+
+async def answers_to(member: Any, lines: list[Line], after: int = 0) -> list[Any]:
+    assert await member.submit(Lot(tuple(lines)))
+    report = await until(member, lambda report: len(report.answers) == len(lines), after_answer=after)
+    assert {one.key for one in report.answers} == {one.key for one in lines}
+    return list(report.answers)
+
+
+def tree_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def run(scenario: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario, 2 * WITHIN_S)
+
+    asyncio.run(bounded())
+
+
+def test_an_instance_goes_on_after_its_engine_and_the_next_one_after_its_process(
+    cluster: Cluster, tmp_path: Path, repo_root: Path
+) -> None:
+    model = repo_root / "test" / "models" / "tiny-qwen3-moe"
+    run(_lives(cluster, tmp_path, model))
+
+
+async def _lives(cluster: Cluster, directory: Path, model: Path) -> None:
+    from sgl_batch.control_plane.instances.member import MemberLostError
+
+    member = start_instance(cluster, directory, model, 1)
+    presence = await member.ping()
+    report = await until(member, lambda report: report.phase == "ready")
+    assert report.facts is not None
+    assert report.facts.served_model_names == ("tiny",)
+    first = await answers_to(member, [line(0), line(1)])
+    assert [one.status_code for one in first] == [200, 200]
+
+    # The engine's scheduler is killed under a long line.
+    long = line(9, max_tokens=3000)
+    assert await member.submit(Lot((long,)))
+    assert await member.known() == (long.key,)
+    tree = tree_of(presence.pid)
+    assert {tuple(process.cpu_affinity()) for process in tree} == {(min(os.sched_getaffinity(0)),)}
+    next(process for process in tree if "scheduler" in " ".join(process.cmdline())).send_signal(signal.SIGKILL)
+    report = await until(member, lambda report: bool(report.deaths), after_answer=2)
+    (death,) = report.deaths
+    assert death == EngineDeath(1, death.message, None, (long.key,))
+    assert presence.log in death.message
+    await until(member, lambda report: report.phase == "ready", after_answer=2, after_death=1)
+    (second,) = await answers_to(member, [line(2)], after=2)
+
+    # The actor is killed after the first two answers were acknowledged.
+    await member.poll(Poll(after_answer=3, after_death=1, acknowledged=tuple(one.key for one in first)))
+    tree = tree_of(presence.pid)
+    os.kill(presence.pid, signal.SIGKILL)
+    _, left = psutil.wait_procs(tree, timeout=10)
+    assert not left, "the engine ends with its actor"
+    with pytest.raises(MemberLostError, match="its process on here is gone"):
+        await member.poll(Poll(wait_s=1.0))
+
+    following = start_instance(cluster, directory, model, 2)
+    report = await until(following, lambda report: bool(report.answers))
+    assert [(one.number, one.key, one.body) for one in report.answers] == [(1, second.key, second.body)]
+
+    # The node dies.
+    tree = [psutil.Process((await following.ping()).pid)]
+    while len(tree) < 2:
+        tree = [tree[0], *tree[0].children(recursive=True)]
+    cluster.raylet.kill()
+    _, left = psutil.wait_procs(tree, timeout=2)
+    assert not left, "actor and engine end with their node"
+    with pytest.raises(MemberLostError):
+        await following.poll(Poll(wait_s=1.0))
