@@ -31,6 +31,7 @@ _USER = frozenset(
     }
 )
 _USER_ROOTS = ("/v1/",)
+_ADMIN_ROOT = "/v1/sgl_batch/instances"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,8 @@ class AccessRules:
 def is_for_admin(path: str) -> bool:
     """Return whether a path needs the administrator's key. A path with `.` or `..` in it always does."""
     if {".", ".."} & set(path.split("/")):
+        return True
+    if path == _ADMIN_ROOT or path.startswith(_ADMIN_ROOT + "/"):
         return True
     return not (path in _OPEN or path in _USER or path.startswith(_USER_ROOTS))
 

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from sgl_batch.api.app import make_app
 from sgl_batch.api.auth import AccessRules
+from sgl_batch.api.engine_keeper import EngineKeeper
 from sgl_batch.api.front_options import FrontOptions
 from sgl_batch.api.http_protocol import StrictProtocol
 from sgl_batch.api.pass_through import PassThrough
@@ -33,7 +34,22 @@ _BACKLOG = 2048
 _LONGEST_DIRECTORY = 80
 
 
-def serve(options: FrontOptions) -> int:
+KeeperFactory = Callable[[FrontOptions, Path], EngineKeeper]
+"""Makes what keeps the engine running. It gets a private directory that is removed at the server's end."""
+
+
+def one_engine(options: FrontOptions, directory: Path) -> EngineSupervisor:
+    """Return the supervisor of one engine, which is a process of this server."""
+    return EngineSupervisor(
+        (*ENGINE_PROGRAM, *options.engine_argv),
+        directory,
+        stall_s=options.stall_s,
+        restart_stalled=options.restart_stalled,
+        request_logs=options.service.jobs_dir.resolve() / "request_logs",
+    )
+
+
+def serve(options: FrontOptions, make_keeper: KeeperFactory = one_engine) -> int:
     """Serve until stopped, and return the exit code. Raises ConfigError for options that cannot work."""
     # All files of the server and of its engine are private: they hold requests and answers.
     os.umask(0o077)
@@ -42,7 +58,7 @@ def serve(options: FrontOptions) -> int:
     for one in (signal.SIGTERM, signal.SIGINT):
         signal.signal(one, lambda *_: None)
     with _listen(options.host, options.port) as listener:
-        return uvloop.run(_serve(options, listener))
+        return uvloop.run(_serve(options, make_keeper, listener))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -53,22 +69,16 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"the server cannot listen on --host {host} --port {port}: {error}") from error
 
 
-async def _serve(options: FrontOptions, listener: socket.socket) -> int:
+async def _serve(options: FrontOptions, make_keeper: KeeperFactory, listener: socket.socket) -> int:
     async with AsyncExitStack() as ending:
         remove_abandoned("sgl-batch-")
         owned = OwnedDirectory.make("sgl-batch-server-")
         ending.callback(owned.remove)
         directory = str(owned.path)
         _check_socket_length(directory)
-        supervisor = EngineSupervisor(
-            (*ENGINE_PROGRAM, *options.engine_argv),
-            Path(directory),
-            stall_s=options.stall_s,
-            restart_stalled=options.restart_stalled,
-            request_logs=options.service.jobs_dir.resolve() / "request_logs",
-        )
-        service = BatchService(options.service, supervisor)
-        engine = PassThrough(lambda: supervisor.http, lambda: supervisor.state)
+        keeper = make_keeper(options, owned.path)
+        service = BatchService(options.service, keeper, num_engines=lambda: keeper.num_engines)
+        engine = PassThrough(lambda: keeper.http, lambda: keeper.state, lambda: keeper.num_engines)
         ending.push_async_callback(engine.close)
         rules = AccessRules(
             api_key=options.api_key,
@@ -78,14 +88,14 @@ async def _serve(options: FrontOptions, listener: socket.socket) -> int:
             open_metrics=options.open_metrics,
         )
         stopping = _Stopping(service)
-        server = _Server(_uvicorn_config(options, make_app(service, supervisor, engine, rules)), stopping.begin)
+        server = _Server(_uvicorn_config(options, make_app(service, keeper, engine, rules)), stopping.begin)
         with server.capture_signals():
             await service.start()
-            ending.push_async_callback(supervisor.stop)
-            supervising = supervisor.start()
+            ending.push_async_callback(keeper.stop)
+            supervising = keeper.start()
             ending.push_async_callback(stopping.done)
             stopping.started()
-            return await _until_stopped(server, supervisor, supervising, listener)
+            return await _until_stopped(server, keeper, supervising, listener)
 
 
 def _check_socket_length(directory: str) -> None:
@@ -98,18 +108,18 @@ def _check_socket_length(directory: str) -> None:
 
 
 async def _until_stopped(
-    server: _Server, supervisor: EngineSupervisor, supervising: asyncio.Task[None], listener: socket.socket
+    server: _Server, keeper: EngineKeeper, supervising: asyncio.Task[None], listener: socket.socket
 ) -> int:
     """Serve until asked to stop, also while there is no engine; but stop where no engine can ever start."""
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await asyncio.wait({serving, supervising}, return_when=asyncio.FIRST_COMPLETED)
     fault = supervising.exception() if supervising.done() else None
-    if fault is not None or supervisor.is_refused:
+    if fault is not None or keeper.is_refused:
         server.should_exit = True
     await serving
     if fault is not None:
         raise fault
-    return 1 if supervisor.is_refused else 0
+    return 1 if keeper.is_refused else 0
 
 
 def _uvicorn_config(options: FrontOptions, app: FastAPI) -> uvicorn.Config:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sgl_batch.api.instance_flags import InstanceOptions, add_instance_flags, instance_options
 from sgl_batch.api.key_sources import VARIABLES, add_key_file_flags, key_of
 from sgl_batch.byte_sizes import HOW_TO_WRITE, parse_bytes
 from sgl_batch.errors import ConfigError
@@ -35,6 +36,7 @@ _RUNS_CODE = "enable_custom_logit_processor"
 class FrontOptions:
     """The options of the server. `engine_argv` is the rest of the command line, for the engine's parser.
 
+    `instances`: None: one engine, without Ray.
     `stall_s`: an engine that has work and makes no progress for so many seconds counts as hung (0: never).
     """
 
@@ -52,6 +54,7 @@ class FrontOptions:
     open_control: bool
     open_metrics: bool
     service: ServiceSettings
+    instances: InstanceOptions | None
     engine_argv: tuple[str, ...]
 
 
@@ -74,7 +77,8 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULT_MAX_IN_FLIGHT,
         metavar="N",
-        help="the most request lines, of all jobs, that the engine has at a time (default: %(default)s)",
+        help="the most request lines, of all jobs, that the engine has at a time, or each instance (default: "
+        "%(default)s)",
     )
     group.add_argument(
         "--max-file-bytes",
@@ -110,6 +114,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--open-metrics", action="store_true", help="answer /metrics without a key")
     add_key_file_flags(group)
     _add_stall_flags(group)
+    add_instance_flags(group)
 
 
 def _add_stall_flags(group: Any) -> None:
@@ -177,6 +182,7 @@ def parse_front_options(argv: Sequence[str]) -> FrontOptions:
         open_control=args.allow_unauthenticated_control,
         open_metrics=args.open_metrics,
         service=service,
+        instances=instance_options(args),
         engine_argv=tuple(rest),
     )
 

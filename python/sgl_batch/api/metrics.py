@@ -14,8 +14,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sgl_batch.api.engine_keeper import EngineKeeper, InstanceRow
 from sgl_batch.api.pass_through import PassThrough
-from sgl_batch.api.supervisor import EngineSupervisor
 from sgl_batch.core.answers import EngineStats
 from sgl_batch.jobs.batch_service.objects import ServiceSnapshot
 from sgl_batch.jobs.cost import EngineTime, cost_of
@@ -50,20 +50,22 @@ _COUNTERS = {
 
 
 class _Ours(Collector):
-    def __init__(self, snapshot: Callable[[], ServiceSnapshot], supervisor: EngineSupervisor) -> None:
-        self._snapshot, self._supervisor = snapshot, supervisor
+    def __init__(self, snapshot: Callable[[], ServiceSnapshot], keeper: EngineKeeper) -> None:
+        self._snapshot, self._keeper = snapshot, keeper
 
     def collect(self) -> Iterable[Metric]:
         yield from _service_metrics(self._snapshot())
-        state = self._supervisor.state
+        state = self._keeper.state
         yield _gauge("engine_ready", "Whether the engine answers", int(state.phase == "ready"))
         yield _gauge(
             "engine_stalled", "Whether the engine has work and makes no progress", int(state.phase == "stalled")
         )
         yield _counter("engine_restarts", "Starts of the engine after its first", state.restarts)
-        stats = self._supervisor.view.stats
+        stats = self._keeper.view.stats
         if stats is not None:
             yield from _engine_metrics(stats)
+        if self._keeper.instances is not None:
+            yield from instance_metrics(self._keeper.instances.rows())
 
 
 def _service_metrics(snapshot: ServiceSnapshot) -> Iterable[Metric]:
@@ -98,6 +100,28 @@ def _engine_metrics(stats: EngineStats) -> Iterable[Metric]:
         yield _counter(f"engine_{name}", f"The engine's counter {name}, since it started", stats.counters.get(name, 0))
 
 
+def instance_metrics(rows: Iterable[InstanceRow]) -> Iterable[Metric]:
+    """Return the metrics of instances, each with its name and node as labels."""
+    labels = ["instance", "node"]
+    ready = GaugeMetricFamily(_PREFIX + "instance_ready", "Whether an instance takes request lines", labels=labels)
+    lines = GaugeMetricFamily(_PREFIX + "instance_lines_in_flight", "Request lines that an instance has", labels=labels)
+    rate = GaugeMetricFamily(
+        _PREFIX + "instance_lines_per_second", "Request lines that an instance answers in a second", labels=labels
+    )
+    answered = CounterMetricFamily(
+        _PREFIX + "instance_lines_answered",
+        "Request lines that an instance has answered since its start",
+        labels=labels,
+    )
+    for row in rows:
+        names = [row.name, row.node]
+        ready.add_metric(names, int(row.phase == "ready"))
+        lines.add_metric(names, row.in_flight)
+        rate.add_metric(names, row.lines_per_s)
+        answered.add_metric(names, row.answered)
+    yield from (ready, lines, rate, answered)
+
+
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(_PREFIX + name, text, value=value)
 
@@ -106,18 +130,16 @@ def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(_PREFIX + name, text, value=value)
 
 
-def own_metrics(snapshot: Callable[[], ServiceSnapshot], supervisor: EngineSupervisor) -> CollectorRegistry:
+def own_metrics(snapshot: Callable[[], ServiceSnapshot], keeper: EngineKeeper) -> CollectorRegistry:
     """Return a registry of the server's metrics, read when it is asked."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Ours(snapshot, supervisor))
+    registry.register(_Ours(snapshot, keeper))
     return registry
 
 
-def metrics_router(
-    snapshot: Callable[[], ServiceSnapshot], supervisor: EngineSupervisor, engine: PassThrough
-) -> APIRouter:
+def metrics_router(snapshot: Callable[[], ServiceSnapshot], keeper: EngineKeeper, engine: PassThrough) -> APIRouter:
     """Return the route of /metrics."""
-    registry = own_metrics(snapshot, supervisor)
+    registry = own_metrics(snapshot, keeper)
     router = APIRouter()
 
     @router.get("/metrics")

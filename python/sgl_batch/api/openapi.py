@@ -41,6 +41,18 @@ _BATCH = _object(
     metadata={"type": ["object", "null"]},
     x_sgl_batch=_OBJECT,
 )
+_INSTANCE = _object(
+    {"id": _TEXT, "object": {"const": "sgl_batch.instance"}, "name": _TEXT, "phase": _TEXT},
+    incarnation=_NUMBER,
+    node=_TEXT,
+    cores=_NUMBER,
+    gpus=_NUMBER,
+    message=_NULLABLE_TEXT,
+    restarts=_NUMBER,
+    in_flight=_NUMBER,
+    answered=_NUMBER,
+    lines_per_s={"type": "number"},
+)
 _DELETED = _object({"id": _TEXT, "object": {"const": "file"}, "deleted": {"const": True}})
 _EXPIRY = _object(
     {"anchor": {"const": "created_at"}, "seconds": {"type": "integer", "minimum": 3600, "maximum": 2_592_000}}
@@ -96,6 +108,10 @@ _ANSWERS: dict[tuple[str, str], tuple[str, dict[str, Any], tuple[int, ...]]] = {
     ("get", "/v1/batches/{batch_id}"): ("application/json", _BATCH, (404,)),
     ("post", "/v1/batches/{batch_id}/cancel"): ("application/json", _BATCH, (404, 409, 507)),
     ("get", "/v1/sgl_batch/progress"): ("application/json", _OBJECT, ()),
+    ("get", "/v1/sgl_batch/instances"): ("application/json", _list(_INSTANCE), (409,)),
+    ("post", "/v1/sgl_batch/instances"): ("application/json", _INSTANCE, (409,)),
+    ("post", "/v1/sgl_batch/instances/{name}/drain"): ("application/json", _INSTANCE, (404, 409)),
+    ("delete", "/v1/sgl_batch/instances/{name}"): ("application/json", _INSTANCE, (404, 409)),
     ("get", "/openapi.json"): ("application/json", _OBJECT, ()),
     ("get", "/health"): ("application/json", _OBJECT, ()),
     ("get", "/metrics"): ("text/plain", _TEXT, ()),
@@ -110,7 +126,7 @@ _WHY = {
     401: "the API key is missing or wrong",
     403: "the request comes from a foreign origin or by a foreign host name",
     404: "there is no object with this ID",
-    409: "it conflicts with the state of the file or job",
+    409: "it conflicts with the state of the file, the job or the instances",
     413: "too large",
     503: "the server is starting or ending",
     507: "the disk does not take the write",

@@ -15,6 +15,7 @@ import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
+from sgl_batch.api.auth import is_for_admin
 from sgl_batch.api.engine_answers import as_openai_error, without_secrets
 from sgl_batch.api.errors import error_body, error_response
 from sgl_batch.api.supervisor import EngineState
@@ -38,10 +39,19 @@ class ClientGoneError(Exception):
 
 
 class PassThrough:
-    """An ASGI app over the engine that runs now. `http` returns its address; `state` says why there is none."""
+    """An ASGI app over the engine that runs now.
 
-    def __init__(self, http: Callable[[], EngineHttp | None], state: Callable[[], EngineState]) -> None:
-        self._http, self._state = http, state
+    `http` returns its address, and `state` says why there is none. `num_engines`: with several engines, requests that
+    control an engine are refused, because they would reach one of them only.
+    """
+
+    def __init__(
+        self,
+        http: Callable[[], EngineHttp | None],
+        state: Callable[[], EngineState],
+        num_engines: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self._http, self._state, self._num_engines = http, state, num_engines
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -77,6 +87,10 @@ class PassThrough:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1003})
             return
+        if self._num_engines() > 1 and is_for_admin(scope["path"]):
+            message = f"{scope['path']} would control one of {self._num_engines()} instances only, and is not answered"
+            await error_response(501, message, code="many_instances")(scope, receive, send)
+            return
         http = self._http()
         if http is None:
             await self._absent(scope, receive, send)
@@ -92,6 +106,10 @@ class PassThrough:
     async def _absent(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state()
         message = f"the engine is {state.phase}" + (f": {state.message}" if state.message else "")
+        if state.phase == "ready":
+            message = (
+                "no ready instance runs on the server's own machine, and only such a one answers SGLang's endpoints"
+            )
         headers = {} if state.phase == "failed" else {"Retry-After": str(_RETRY_AFTER_S)}
         await error_response(503, message, code="engine_unavailable", headers=headers)(scope, receive, send)
 

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
+from sgl_batch.api.engine_keeper import EngineKeeper
 from sgl_batch.api.health import health_of
-from sgl_batch.api.supervisor import EngineSupervisor
 from sgl_batch.jobs.batch_service.service import BatchService
 
 PROGRESS_PATH = "/v1/sgl_batch/progress"
@@ -22,7 +22,7 @@ _POLICY = (
 )
 
 
-def progress_router(service: BatchService, supervisor: EngineSupervisor) -> APIRouter:
+def progress_router(service: BatchService, keeper: EngineKeeper) -> APIRouter:
     """Return the routes of the page and its data."""
     router = APIRouter()
     page = files("sgl_batch.api").joinpath("progress_page.html").read_bytes()
@@ -34,14 +34,14 @@ def progress_router(service: BatchService, supervisor: EngineSupervisor) -> APIR
 
     @router.get(PROGRESS_PATH)
     async def progress() -> JSONResponse:
-        return JSONResponse(await _progress(service, supervisor))
+        return JSONResponse(await _progress(service, keeper))
 
     return router
 
 
-async def _progress(service: BatchService, supervisor: EngineSupervisor) -> dict[str, Any]:
+async def _progress(service: BatchService, keeper: EngineKeeper) -> dict[str, Any]:
     snapshot = service.snapshot()
-    _, health = health_of(supervisor.state, snapshot)
+    _, health = health_of(keeper.state, snapshot)
     latest = await service.list_batches(limit=_MOST_JOBS)
     return {
         "now": time.time(),
@@ -50,5 +50,6 @@ async def _progress(service: BatchService, supervisor: EngineSupervisor) -> dict
         "jobs_by_status": dict(snapshot.jobs_by_status),
         "counters": dict(snapshot.counters),
         "jobs": [job.to_openai() for job in latest.data],
-        "engine": supervisor.view.to_json(),
+        "engine": keeper.view.to_json(),
+        "instances": [one.to_json() for one in keeper.instances.rows()] if keeper.instances is not None else [],
     }

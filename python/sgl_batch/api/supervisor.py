@@ -66,6 +66,8 @@ class EngineSupervisor:
         self._forward: str | None = None
         self.view = EngineView()
         self.is_refused = False
+        self.num_engines = 1
+        self.instances = None
 
     # For the jobs.
 

@@ -156,6 +156,9 @@ def test_each_of_our_operations_is_documented_with_its_answers(tmp_path: Path) -
             *(("delete", "/v1/files/{file_id}"), ("get", "/v1/files/{file_id}/content"), ("post", "/v1/batches")),
             *(("get", "/v1/batches"), ("get", "/v1/batches/{batch_id}"), ("post", "/v1/batches/{batch_id}/cancel")),
             *(("get", "/v1/sgl_batch/progress"), ("get", "/openapi.json"), ("get", "/health"), ("get", "/metrics")),
+            *(("get", "/v1/sgl_batch/instances"), ("post", "/v1/sgl_batch/instances")),
+            ("delete", "/v1/sgl_batch/instances/{name}"),
+            ("post", "/v1/sgl_batch/instances/{name}/drain"),
             ("get", "/"),
         }
         assert "multipart/form-data" in found["paths"]["/v1/files"]["post"]["requestBody"]["content"]

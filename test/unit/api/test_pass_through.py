@@ -77,7 +77,7 @@ class Upstream:
 
 
 @asynccontextmanager
-async def passing(phase: str = "ready") -> AsyncIterator[tuple[Upstream, str, aiohttp.ClientSession]]:
+async def passing(phase: str = "ready", num_engines: int = 1) -> AsyncIterator[tuple[Upstream, str, aiohttp.ClientSession]]:
     """Serve an upstream behind a pass-through, with a client in front of it."""
     upstream = Upstream()
     runner = web.ServerRunner(web.Server(upstream, handler_cancellation=True))
@@ -86,7 +86,7 @@ async def passing(phase: str = "ready") -> AsyncIterator[tuple[Upstream, str, ai
     await site.start()
     http = EngineHttp(base_url=f"http://127.0.0.1:{runner.addresses[0][1]}", api_key=KEY)
     state = EngineState(phase=phase, message="no memory" if phase == "failed" else None, since=0, restarts=0)
-    engine = PassThrough(lambda: http if phase == "ready" else None, lambda: state)
+    engine = PassThrough(lambda: http if phase == "ready" else None, lambda: state, lambda: num_engines)
     try:
         async with served(engine) as url, aiohttp.ClientSession(auto_decompress=False) as client:
             yield upstream, url, client
@@ -118,6 +118,18 @@ def test_a_request_and_its_answer_go_through_as_they_are() -> None:
             assert seen.headers["Authorization"] == f"Bearer {KEY}"
             assert seen.headers["Content-Length"] == str(len(LONG))
             assert "Origin" not in seen.headers
+
+    run(scenario)
+
+
+def test_control_of_one_of_several_engines_is_refused() -> None:
+    async def scenario() -> None:
+        async with passing(num_engines=2) as (upstream, url, client):
+            async with client.post(f"{url}/update_weights_from_disk", data=b"{}") as answer:
+                assert (answer.status, (await answer.json())["error"]["code"]) == (501, "many_instances")
+            async with client.post(f"{url}/generate", data=b"{}") as answer:
+                assert answer.status == 400
+            assert len(upstream.seen) == 1
 
     run(scenario)
 

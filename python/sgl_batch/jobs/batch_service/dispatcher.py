@@ -49,6 +49,7 @@ class Dispatcher:
         guard: StorageGuard,
         counters: ServiceCounters,
         clock: Callable[[], float],
+        num_engines: Callable[[], int],
     ) -> None:
         self.num_in_flight = 0
         self.in_flight_bytes = 0
@@ -59,7 +60,7 @@ class Dispatcher:
         self._suspects = suspects
         self._guard = guard
         self._counters = counters
-        self._clock = clock
+        self._clock, self._num_engines = clock, num_engines
         self._pace = ServicePace(clock())
         self.engine_shares = EngineShares(clock)
         self._jobs: dict[int, ActiveJob] = {}
@@ -137,9 +138,10 @@ class Dispatcher:
         await asyncio.sleep(0)
 
     def _may_start(self, session: EngineSession) -> bool:
+        num_engines = self._num_engines()
         return (
-            self.num_in_flight < self._settings.max_in_flight
-            and self.in_flight_bytes < self._settings.max_in_flight_bytes
+            self.num_in_flight < num_engines * self._settings.max_in_flight
+            and self.in_flight_bytes < num_engines * self._settings.max_in_flight_bytes
             and self._guard.state.ok
             and session.death is None
             and self._engines.current() is session.engine

@@ -70,6 +70,7 @@ class BatchService:
         clock: Unix time in seconds.
         tick_s: How often the ends of windows are looked for, in seconds.
         first_retry_s: The wait before the first repetition of a failed write, in seconds. It doubles up to 10 s.
+        num_engines: How many engines share the lines now. The limits of lines in flight are for each of them.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class BatchService:
         clock: Callable[[], float] = time.time,
         tick_s: float = 1.0,
         first_retry_s: float = FIRST_RETRY_S,
+        num_engines: Callable[[], int] = lambda: 1,
     ) -> None:
         self._engines = engines
         self._price_per_hour = settings.price_per_hour
@@ -90,7 +92,9 @@ class BatchService:
         self._counters = ServiceCounters()
         self._committer = Committer(self._store, self._guard, self._counters)
         suspects = SuspectQueue(self._store, self._guard)
-        self._dispatcher = Dispatcher(settings, engines, self._committer, suspects, self._guard, self._counters, clock)
+        self._dispatcher = Dispatcher(
+            settings, engines, self._committer, suspects, self._guard, self._counters, clock, num_engines
+        )
         self._parts = DriverParts(
             settings=settings,
             store=self._store,
