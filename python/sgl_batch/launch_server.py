@@ -26,6 +26,10 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         options = parse_front_options(arguments)
         from sgl_batch.api.front import serve
 
+        if options.instances is not None:
+            from sgl_batch.control_plane.instances.make_engines import server_instances
+
+            return serve(options, server_instances)
         return serve(options)
     except SglBatchError as error:
         sys.stderr.write(f"launch_server: error: {error}\n")

@@ -77,7 +77,9 @@ class Upstream:
 
 
 @asynccontextmanager
-async def passing(phase: str = "ready", num_engines: int = 1) -> AsyncIterator[tuple[Upstream, str, aiohttp.ClientSession]]:
+async def passing(
+    phase: str = "ready", num_engines: int = 1
+) -> AsyncIterator[tuple[Upstream, str, aiohttp.ClientSession]]:
     """Serve an upstream behind a pass-through, with a client in front of it."""
     upstream = Upstream()
     runner = web.ServerRunner(web.Server(upstream, handler_cancellation=True))

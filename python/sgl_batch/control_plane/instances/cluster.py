@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # Messages are small, and answers lie on the disks of the nodes.
 _OBJECT_STORE_BYTES = 80 << 20
 _LOOK_WITHIN_S = 60.0
+_LONGEST_REASON = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
