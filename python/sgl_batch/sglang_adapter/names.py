@@ -8,3 +8,5 @@ CPU_DISPATCH_KEY = "sgl_batch_cpu"
 CPU_GRAMMAR = "sgl_batch_xgrammar"
 # The load_format of weights that are sent as the bytes of safetensors files.
 SAFETENSORS = "safetensors"
+# The code of the error with which the engine ends a request that its user did not abort (refusals.py).
+ENGINE_ABORT = "engine_abort"

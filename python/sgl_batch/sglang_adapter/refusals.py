@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.names import ENGINE_ABORT
 
 with bootstrap.importing():
     import sglang.srt.entrypoints.http_server as http_server_module
@@ -21,7 +22,6 @@ with bootstrap.importing():
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
 
-ENGINE_ABORT = "engine_abort"
 Check = Callable[[Any, Mapping[str, Any]], None]
 """Checks a request of /v1/chat/completions or /v1/completions and the JSON that it was read from.
 

@@ -1,0 +1,187 @@
+"""Runs one engine in a thread of its own, with the engine's event loop, and answers requests from other threads.
+
+SGLang's engine belongs to one event loop. Ray Data calls a stage from several threads, and ends it from another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.exceptions import HTTPException
+
+from sgl_batch.control_plane.data.row_requests import RowAnswer, RowRequest
+from sgl_batch.errors import EngineError, RequestError
+from sgl_batch.sglang_adapter.names import ENGINE_ABORT
+
+logger = logging.getLogger(__name__)
+
+_END_S = 60.0
+
+
+class RunningEngine(Protocol):
+    """What is used of `sgl_batch.Engine`."""
+
+    loop: asyncio.AbstractEventLoop
+    tokenizer_manager: Any
+
+    async def async_generate(self, **request: Any) -> Any: ...
+
+    def batch_stats(self) -> dict[str, Any]: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Occupancy:
+    """How many rows an engine has: now, and at most."""
+
+    now: int = 0
+    most: int = 0
+    answered: int = 0
+
+    def add(self, rows: int) -> None:
+        """Count rows that begin."""
+        self.now += rows
+        self.most = max(self.most, self.now)
+
+
+class EngineThread:
+    """One engine from its start to its end. `start` begins the start; `answers` may be awaited on any event loop.
+
+    `occupancy`: the rows in the engine, written by its thread.
+    """
+
+    def __init__(self, make: Callable[[], RunningEngine], chat_template: Mapping[str, Any] | None = None) -> None:
+        self._make, self._chat_template = make, dict(chat_template or {})
+        self._started: Future[RunningEngine] = Future()
+        self._thread = threading.Thread(target=self._run, name="sgl_batch engine", daemon=True)
+        self.occupancy = Occupancy()
+        self.death: EngineError | None = None
+        """Why the engine answers no more."""
+
+    def start(self) -> None:
+        """Start the engine; `ready` waits for it."""
+        self._thread.start()
+
+    async def ready(self) -> None:
+        """Wait until the engine has started. Raises what its start raises: ConfigError, EngineError."""
+        await asyncio.wrap_future(self._started)
+
+    async def answers(self, requests: Sequence[RowRequest]) -> list[RowAnswer | None]:
+        """Return the answer to each request, in order; None for a request that the engine's death has left open.
+
+        The engine has started. A request that is refused is answered, with its error.
+        """
+        engine = self._started.result()
+        running = asyncio.run_coroutine_threadsafe(self._answer_all(engine, requests), engine.loop)
+        return await asyncio.wrap_future(running)
+
+    def close(self) -> None:
+        """End the engine and its processes, and wait for their end. Idempotent. Answers that are awaited are lost."""
+        if not self._thread.ident or threading.current_thread() is self._thread:
+            return
+        self._thread_loop_stop()
+        self._thread.join(timeout=_END_S)
+
+    def _thread_loop_stop(self) -> None:
+        if self._started.exception() is None:  # waits for a start that is under way
+            loop = self._started.result().loop
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(loop.stop)
+
+    def _run(self) -> None:
+        try:
+            engine = self._make()
+        except BaseException as error:  # noqa: BLE001 - it is raised where `ready` is awaited
+            self._started.set_exception(error)
+            return
+        try:
+            self._started.set_result(engine)
+            engine.loop.run_forever()
+            if self.death is None:
+                self._report(engine)
+        finally:
+            engine.shutdown()
+
+    def _report(self, engine: RunningEngine) -> None:
+        """Log how full the engine was."""
+        counters = engine.batch_stats()["counters"]
+        decoded = counters.get("decode_rows", 0) / max(counters.get("decode_steps", 0), 1)
+        rows = self.occupancy
+        logger.setLevel(logging.INFO)
+        logger.info(
+            "rows: %d answered, at most %d in the engine at once; %.1f decoded together on average",
+            rows.answered,
+            rows.most,
+            decoded,
+        )
+
+    async def _answer_all(self, engine: RunningEngine, requests: Sequence[RowRequest]) -> list[RowAnswer | None]:
+        self.occupancy.add(len(requests))
+        return await asyncio.gather(*(self._answer(engine, request) for request in requests))
+
+    async def _answer(self, engine: RunningEngine, request: RowRequest) -> RowAnswer | None:
+        try:
+            return _as_answer(await self._generate(engine, request))
+        except EngineError as error:
+            self.death = self.death or error
+            return None
+        except (ValueError, RequestError, HTTPException) as error:
+            return RowAnswer(error=_text_of(error))
+        except Exception as error:
+            logger.exception("a row fails")
+            return RowAnswer(error=_text_of(error))
+        finally:
+            self.occupancy.now -= 1
+            self.occupancy.answered += 1
+
+    async def _generate(self, engine: RunningEngine, request: RowRequest) -> Any:
+        """Return SGLang's answer. A request that the engine ends by itself is tried once more."""
+        input_ids = request.input_ids
+        if request.messages is not None:
+            input_ids = self._templated(engine, request.messages)
+        for is_last in (False, True):
+            try:
+                return await engine.async_generate(
+                    prompt=request.prompt, input_ids=input_ids, sampling_params=dict(request.sampling_params)
+                )
+            except HTTPException as error:
+                if is_last or getattr(error, "code", None) != ENGINE_ABORT:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _templated(self, engine: RunningEngine, messages: list[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation, by the model's chat template. Raises RequestError."""
+        tokenizer = engine.tokenizer_manager.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise RequestError(
+                code="no_chat_template",
+                message="the model has no chat template: give the row a prompt instead of messages",
+                param="messages",
+            )
+        options = {"add_generation_prompt": True, **self._chat_template}
+        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
+
+
+def _as_answer(output: Any) -> RowAnswer:
+    meta = output["meta_info"]
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        return RowAnswer(error=f"the request was aborted: {reason.get('message') or 'on demand'}")
+    return RowAnswer(
+        text=output.get("text") or "",
+        tokens=list(output.get("output_ids") or ()),
+        num_input_tokens=meta["prompt_tokens"],
+    )
+
+
+def _text_of(error: Exception) -> str:
+    """Return an error as one line, which is not empty."""
+    text = str(getattr(error, "detail", None) or error)
+    return " ".join(text.split()) or type(error).__name__
