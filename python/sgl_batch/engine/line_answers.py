@@ -13,8 +13,8 @@ from sgl_batch.core.partial_output import PartialOutput
 from sgl_batch.core.plan_rates import PlanRates
 from sgl_batch.engine.rank_stats import engine_stats, merged_stats
 from sgl_batch.errors import EngineError
-from sgl_batch.sglang_adapter.openai_api import OpenAIEndpoints
 from sgl_batch.sglang_adapter.names import ENGINE_ABORT
+from sgl_batch.sglang_adapter.openai_api import OpenAIEndpoints
 
 if TYPE_CHECKING:
     from sgl_batch.managers.tokenizer_manager import BatchTokenizerManager

@@ -10,12 +10,14 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.exceptions import HTTPException
 
 from sgl_batch.control_plane.data.row_requests import RowAnswer, RowRequest
+from sgl_batch.engine.rank_stats import merged_stats
 from sgl_batch.errors import EngineError, RequestError
 from sgl_batch.sglang_adapter.names import ENGINE_ABORT
 
@@ -32,18 +34,17 @@ class RunningEngine(Protocol):
 
     async def async_generate(self, **request: Any) -> Any: ...
 
-    def batch_stats(self) -> dict[str, Any]: ...
-
     def shutdown(self) -> None: ...
 
 
 @dataclass(slots=True)
 class Occupancy:
-    """How many rows an engine has: now, and at most."""
+    """How many rows an engine has: now, and at most. `reported`: how many were answered at the last report."""
 
     now: int = 0
     most: int = 0
     answered: int = 0
+    reported: int = 0
 
     def add(self, rows: int) -> None:
         """Count rows that begin."""
@@ -104,15 +105,24 @@ class EngineThread:
         try:
             self._started.set_result(engine)
             engine.loop.run_forever()
-            if self.death is None:
-                self._report(engine)
         finally:
             engine.shutdown()
 
-    def _report(self, engine: RunningEngine) -> None:
-        """Log how full the engine was."""
-        counters = engine.batch_stats()["counters"]
-        decoded = counters.get("decode_rows", 0) / max(counters.get("decode_steps", 0), 1)
+    async def _answer_all(self, engine: RunningEngine, requests: Sequence[RowRequest]) -> list[RowAnswer | None]:
+        rows = self.occupancy
+        rows.add(len(requests))
+        answers = await asyncio.gather(*(self._answer(engine, request) for request in requests))
+        if rows.now == 0 and rows.answered >= 2 * rows.reported and self.death is None:
+            rows.reported = rows.answered
+            with suppress(EngineError):  # it has died since, and the next rows find that
+                await self._report(engine)
+        return answers
+
+    async def _report(self, engine: RunningEngine) -> None:
+        """Log how full the engine was. It has no row now: between two runs of rows, or at their end."""
+        states = await engine.tokenizer_manager.get_internal_state()
+        counters = merged_stats([state["sgl_batch"] for state in states])["counters"]
+        decoded = counters.get("decode_rows", 0) / max(counters.get("decode_groups", 0), 1)
         rows = self.occupancy
         logger.setLevel(logging.INFO)
         logger.info(
@@ -121,10 +131,6 @@ class EngineThread:
             rows.most,
             decoded,
         )
-
-    async def _answer_all(self, engine: RunningEngine, requests: Sequence[RowRequest]) -> list[RowAnswer | None]:
-        self.occupancy.add(len(requests))
-        return await asyncio.gather(*(self._answer(engine, request) for request in requests))
 
     async def _answer(self, engine: RunningEngine, request: RowRequest) -> RowAnswer | None:
         try:

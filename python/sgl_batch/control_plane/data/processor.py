@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -14,13 +14,12 @@ from sgl_batch.control_plane.data import cluster
 from sgl_batch.control_plane.data.flow import Flow, Need, check_fits, cpus_for, flow_for, gpus_of
 from sgl_batch.control_plane.data.predictor import SglBatchPredictor
 from sgl_batch.control_plane.data.ray_parts import OfflineProcessorConfig, Processor, register
-from sgl_batch.control_plane.data.row_requests import ERROR, MESSAGES, PROMPT, SAMPLING, TOKENS
+from sgl_batch.control_plane.data.row_requests import MESSAGES, PROMPT, SAMPLING, TOKENS
+from sgl_batch.control_plane.data.user_functions import UserFunction, with_added, with_error
 from sgl_batch.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
-UserFunction = Callable[[Row], Row]
 # Ray's stages that the engine does itself.
 _STAGES = ("chat_template_stage", "tokenize_stage", "detokenize_stage", "prepare_multimodal_stage")
 
@@ -77,8 +76,8 @@ class SglBatchProcessor(Processor):  # type: ignore[misc]
         postprocess_map_kwargs: Mapping[str, Any] | None,
     ) -> None:
         super().__init__(config, [])
-        self._before = None if preprocess is None else _with_added(preprocess)
-        self._after = None if postprocess is None else _with_error(postprocess)
+        self._before = None if preprocess is None else with_added(preprocess)
+        self._after = None if postprocess is None else with_error(postprocess)
         self._before_kwargs = dict(preprocess_map_kwargs or {})
         self._after_kwargs = dict(postprocess_map_kwargs or {})
 
@@ -92,10 +91,12 @@ class SglBatchProcessor(Processor):  # type: ignore[misc]
         """
         arguments = map_batches_arguments(self.config, resumes=dataset.context.checkpoint_config is not None)
         if self._before is not None:
-            dataset = dataset.map(self._before, **self._before_kwargs)
+            dataset = dataset.map_batches(self._before, batch_format="pyarrow", **self._before_kwargs)
         dataset = dataset.repartition(target_num_rows_per_block=arguments["batch_size"])
         dataset = dataset.map_batches(SglBatchPredictor, **arguments)
-        return dataset if self._after is None else dataset.map(self._after, **self._after_kwargs)
+        if self._after is None:
+            return dataset
+        return dataset.map_batches(self._after, batch_format="pyarrow", **self._after_kwargs)
 
     def log_input_column_names(self) -> None:
         """Log which columns the engine reads."""
@@ -128,8 +129,11 @@ def map_batches_arguments(config: SglBatchEngineProcessorConfig, *, resumes: boo
         "batch_format": "pyarrow",
         "batch_size": flow.batch_size,
         "zero_copy_batch": True,
-        "compute": ActorPoolStrategy(**pool, max_tasks_in_flight_per_actor=config.max_tasks_in_flight_per_actor),
-        "max_concurrency": flow.batches,
+        "compute": ActorPoolStrategy(
+            **pool,
+            max_concurrent_calls_per_actor=flow.batches,
+            max_tasks_in_flight_per_actor=config.max_tasks_in_flight_per_actor,
+        ),
         "num_cpus": cpus,
         "fn_constructor_kwargs": {
             "model_source": config.model_source,
@@ -179,35 +183,6 @@ def build(
             update={"chat_template_kwargs": {**config.chat_template_kwargs, **chat_template_kwargs}}
         )
     return SglBatchProcessor(config, preprocess, postprocess, preprocess_map_kwargs, postprocess_map_kwargs)
-
-
-def _with_added(preprocess: UserFunction) -> UserFunction:
-    """Return `preprocess` so that a row keeps its other columns, as in Ray's processors."""
-
-    def add(row: Row) -> Row:
-        return {**row, **preprocess(row)}
-
-    return add
-
-
-def _with_error(postprocess: UserFunction) -> UserFunction:
-    """Return `postprocess` so that all rows have a column for errors, and a failed row never ends the run.
-
-    A failed row goes through `postprocess` like the others, with empty answers, so that all rows have its columns.
-    Where it raises for a failed row, that row keeps the columns that it has.
-    """
-
-    def finish(row: Row) -> Row:
-        error = row[ERROR]
-        if not error:
-            return {**postprocess(row), ERROR: ""}
-        try:
-            return {**postprocess(dict(row)), ERROR: error}
-        except Exception:
-            logger.exception("postprocess raises for a row that has an error, and the row keeps its columns")
-            return row
-
-    return finish
 
 
 register(SglBatchEngineProcessorConfig, build)

@@ -17,12 +17,21 @@ class EndedError(HTTPException):
     code = ENGINE_ABORT
 
 
+class ScriptedManager:
+    """A model without a tokenizer, whose scheduler has decoded three rows at a time."""
+
+    tokenizer: Any = None
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        return [{"sgl_batch": {"counters": {"decode_rows": 12, "decode_groups": 4}}}]
+
+
 class ScriptedEngine:
     """Answers a prompt with its words; "refuse", "busy", "odd", "ended" and "abort" fail, "kill" is its death."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.tokenizer_manager: Any = type("Manager", (), {"tokenizer": None})()
+        self.tokenizer_manager: Any = ScriptedManager()
         self.asked: list[dict[str, Any]] = []
         self.is_dead = False
         self.is_shut_down = False
@@ -49,9 +58,6 @@ class ScriptedEngine:
             return {"meta_info": {"finish_reason": {"type": "abort", "message": "by hand"}}}
         ids = list(range(len((prompt or "").split())))
         return {"text": prompt, "output_ids": ids, "meta_info": {"prompt_tokens": 7, "finish_reason": {"type": "stop"}}}
-
-    def batch_stats(self) -> dict[str, Any]:
-        return {"counters": {"decode_rows": 12, "decode_steps": 4}}
 
     def shutdown(self) -> None:
         self.is_shut_down = True

@@ -110,15 +110,22 @@ def test_an_engine_that_does_not_start_raises_where_it_is_awaited_and_closes() -
     thread.close()
 
 
-def test_closing_ends_the_engine_and_reports_how_full_it_was(
-    engine: ScriptedEngine, thread: EngineThread, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closing_ends_the_engine_and_does_nothing_the_second_time(engine: ScriptedEngine, thread: EngineThread) -> None:
     ask(thread, "one")
-    with caplog.at_level(logging.INFO):
-        thread.close()
+    thread.close()
     thread.close()
     assert engine.is_shut_down
-    assert "1 answered, at most 1 in the engine at once; 3.0 decoded together" in caplog.text
+
+
+def test_an_engine_that_is_empty_reports_how_full_it_was_each_time_that_twice_the_rows_are_answered(
+    thread: EngineThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        for _ in range(4):
+            ask(thread, "one", "two")
+    reports = [record.getMessage() for record in caplog.records if "rows:" in record.getMessage()]
+    assert [report.split(" answered")[0] for report in reports] == ["rows: 2", "rows: 4", "rows: 8"]
+    assert "at most 2 in the engine at once; 3.0 decoded together" in reports[0]
 
 
 def test_a_thread_that_never_started_closes() -> None:

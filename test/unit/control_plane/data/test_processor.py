@@ -12,7 +12,7 @@ from ray.data.llm import build_processor
 from scripted_engine import ScriptedEngine
 
 import sgl_batch.ray
-from sgl_batch.control_plane.data import cluster, processor, ray_parts
+from sgl_batch.control_plane.data import cluster, ray_parts
 from sgl_batch.control_plane.data.engine_thread import EngineThread
 from sgl_batch.control_plane.data.processor import build, map_batches_arguments
 from sgl_batch.control_plane.data.row_engine import RowEngine
@@ -56,7 +56,7 @@ def test_another_version_of_ray_is_refused_with_both_versions() -> None:
 @pytest.mark.usefixtures("nodes")
 def test_rows_in_flight_fill_the_engine_s_group_and_cpus_are_left_to_read_and_write() -> None:
     arguments = map_batches_arguments(config())
-    assert arguments["batch_size"] * arguments["max_concurrency"] == 2 * 64
+    assert arguments["batch_size"] * arguments["compute"].max_concurrent_calls_per_actor == 2 * 64
     assert arguments["num_cpus"] == 3
     assert "num_gpus" not in arguments
     assert map_batches_arguments(config(), resumes=True)["num_cpus"] == 2
@@ -88,17 +88,6 @@ def test_a_run_that_would_wait_for_ever_is_refused_unless_nodes_come_on_demand()
 def test_ray_s_own_stages_for_tokens_and_templates_are_refused() -> None:
     with pytest.raises(ConfigError, match="chat_template_stage: the engine does this itself"):
         build_processor(config(chat_template_stage=True))
-
-
-def test_a_failed_row_goes_through_postprocess_and_keeps_its_columns_where_that_raises() -> None:
-    finish = processor._with_error(lambda row: {"answer": row["generated_text"]})
-    assert finish({"generated_text": "4", "__inference_error__": ""}) == {"answer": "4", "__inference_error__": ""}
-    failed = {"generated_text": "", "__inference_error__": "too long"}
-    assert finish(dict(failed)) == {"answer": "", "__inference_error__": "too long"}
-    picky = processor._with_error(lambda row: {"answer": int(row["generated_text"])})
-    assert picky(dict(failed)) == failed
-    with pytest.raises(ValueError, match="invalid literal"):
-        picky({"generated_text": "four", "__inference_error__": ""})
 
 
 def predictor(*, continues: bool = True) -> SglBatchPredictor:
