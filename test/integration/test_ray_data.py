@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_cluster import left_after, ray_environment
+from ray_cluster import left_after, processes_in, ray_environment
 from sgl_batch.control_plane.data.batches import ADDED
 
 pytestmark = pytest.mark.engine
@@ -33,11 +36,15 @@ BAD = {"empty": "the row has no prompt", "too long": str(TOO_MANY), "bad value":
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: a table for each block, what the program said, and what it has left running."""
+    """A finished run: a table for each block, what the program said, and what it has left running.
+
+    `schedulers`: the CPUs to which a scheduler process of the engine was bound, and its OMP_NUM_THREADS.
+    """
 
     tables: list[pa.Table]
     said: str
     left: list[str]
+    schedulers: set[tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +54,28 @@ def run(repo_root: Path, model_path: Callable[[str], str], tmp_path_factory: pyt
     columns = ("prompt", "messages", "tokenized_prompt", "sampling_params")
     rows = [{"custom_id": name, **{column: row.get(column) for column in columns}} for name, row in ROWS.items()]
     pq.write_table(pa.Table.from_pylist(rows), source / "rows.parquet")
-    program = Path(__file__).with_name("ray_data_run.py")
+    program, log = Path(__file__).with_name("ray_data_run.py"), tmp_path_factory.mktemp("log") / "said"
     command = [sys.executable, str(program), model_path("tiny-qwen3-moe"), str(source), str(result)]
-    with ray_environment(repo_root) as environment:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    schedulers: set[tuple[int, str]] = set()
+    with ray_environment(repo_root) as environment, log.open("w") as said:
+        with subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT) as running:
+            while running.poll() is None:
+                schedulers |= schedulers_in(environment["RAY_TMPDIR"])
+                with suppress(subprocess.TimeoutExpired):
+                    running.wait(timeout=0.3)
         left = left_after(environment["RAY_TMPDIR"], within_s=20)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return Run([pq.read_table(file) for file in sorted(result.iterdir())], done.stdout + done.stderr, left)
+    assert running.returncode == 0, log.read_text()[-4000:]
+    return Run([pq.read_table(file) for file in sorted(result.iterdir())], log.read_text(), left, schedulers)
+
+
+def schedulers_in(directory: str) -> set[tuple[int, str]]:
+    """Return the CPUs and threads of the schedulers that run now."""
+    found = set()
+    for process in processes_in(directory):
+        with suppress(psutil.Error):
+            if process.name().startswith("sglang::schedul"):
+                found.add((len(process.cpu_affinity()), process.environ().get("OMP_NUM_THREADS", "")))
+    return found
 
 
 def test_each_row_has_one_answer_or_one_error(run: Run) -> None:
@@ -78,5 +100,9 @@ def test_blocks_with_and_without_failed_rows_have_one_schema(run: Run) -> None:
 
 
 def test_the_rows_of_all_batches_are_in_the_engine_at_once_and_nothing_outlives_the_run(run: Run) -> None:
-    assert "rows: 6 answered, at most 6 in the engine at once" in run.said
+    assert re.search(r"rows: 6 answered in [\d.]+ s, at most 6 in the engine at once", run.said)
     assert run.left == []
+
+
+def test_the_engine_computes_on_as_many_cpus_as_were_asked_of_ray(run: Run) -> None:
+    assert run.schedulers == {(1, "1")}

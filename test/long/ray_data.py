@@ -124,7 +124,12 @@ def run(directory: Path, questions: Path, count: int) -> None:
     """Run the program with both deaths. Raises FaultError."""
     from ray.cluster_utils import Cluster
 
-    node_arguments = {"num_cpus": NODE_CPUS, "object_store_memory": 100 << 20, "include_dashboard": False}
+    node_arguments = {
+        "node_ip_address": "127.0.0.1",
+        "num_cpus": NODE_CPUS,
+        "object_store_memory": 100 << 20,
+        "include_dashboard": False,
+    }
     head = {**node_arguments, "_system_config": SYSTEM_CONFIG}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(NODES - 1):

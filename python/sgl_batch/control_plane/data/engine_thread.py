@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -39,17 +40,32 @@ class RunningEngine(Protocol):
 
 @dataclass(slots=True)
 class Occupancy:
-    """How many rows an engine has: now, and at most. `reported`: how many were answered at the last report."""
+    """How many rows an engine has: now, and at most.
+
+    `answered`: how many it has answered, in `busy_s` seconds in which it had rows. `reported`: how many were answered
+    at the last report.
+    """
 
     now: int = 0
     most: int = 0
     answered: int = 0
+    busy_s: float = 0.0
     reported: int = 0
+    _busy_since: float = 0.0
 
     def add(self, rows: int) -> None:
         """Count rows that begin."""
+        if self.now == 0:
+            self._busy_since = time.monotonic()
         self.now += rows
         self.most = max(self.most, self.now)
+
+    def end_one(self) -> None:
+        """Count a row that ends."""
+        self.now -= 1
+        self.answered += 1
+        if self.now == 0:
+            self.busy_s += time.monotonic() - self._busy_since
 
 
 class EngineThread:
@@ -126,8 +142,9 @@ class EngineThread:
         rows = self.occupancy
         logger.setLevel(logging.INFO)
         logger.info(
-            "rows: %d answered, at most %d in the engine at once; %.1f decoded together on average",
+            "rows: %d answered in %.1f s, at most %d in the engine at once; %.1f decoded together on average",
             rows.answered,
+            rows.busy_s,
             rows.most,
             decoded,
         )
@@ -144,8 +161,7 @@ class EngineThread:
             logger.exception("a row fails")
             return RowAnswer(error=_text_of(error))
         finally:
-            self.occupancy.now -= 1
-            self.occupancy.answered += 1
+            self.occupancy.end_one()
 
     async def _generate(self, engine: RunningEngine, request: RowRequest) -> Any:
         """Return SGLang's answer. A request that the engine ends by itself is tried once more."""

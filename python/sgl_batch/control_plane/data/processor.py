@@ -13,7 +13,7 @@ from ray.data import ActorPoolStrategy, Dataset
 from sgl_batch.control_plane.data import cluster
 from sgl_batch.control_plane.data.flow import Flow, Need, check_fits, cpus_for, flow_for, gpus_of
 from sgl_batch.control_plane.data.predictor import SglBatchPredictor
-from sgl_batch.control_plane.data.ray_parts import OfflineProcessorConfig, Processor, register
+from sgl_batch.control_plane.data.ray_parts import OfflineProcessorConfig, RayProcessor, register
 from sgl_batch.control_plane.data.row_requests import MESSAGES, PROMPT, SAMPLING, TOKENS
 from sgl_batch.control_plane.data.user_functions import UserFunction, with_added, with_error
 from sgl_batch.errors import ConfigError
@@ -64,7 +64,7 @@ class SglBatchEngineProcessorConfig(OfflineProcessorConfig):  # type: ignore[mis
         return getattr(self, name) if name in self.model_fields_set else None
 
 
-class SglBatchProcessor(Processor):  # type: ignore[misc]
+class SglBatchProcessor(RayProcessor):  # type: ignore[misc]
     """A processor of Ray Data: the user's `preprocess`, the engine, the user's `postprocess`."""
 
     def __init__(

@@ -20,13 +20,14 @@ def check_version(version: str) -> None:
 
 check_version(ray.__version__)
 try:
-    from ray.llm._internal.batch.processor.base import OfflineProcessorConfig, Processor, ProcessorBuilder
+    from ray.llm._internal.batch.processor.base import OfflineProcessorConfig, ProcessorBuilder
+    from ray.llm._internal.batch.processor.base import Processor as RayProcessor
 except ImportError as error:
     raise ConfigError(
         f"Ray {ray.__version__} has no ray.data.llm that can be imported ({error}): {_INSTALL}"
     ) from error
 
-__all__ = ["RAY_VERSION", "OfflineProcessorConfig", "Processor", "ProcessorBuilder", "check_version", "register"]
+__all__ = ["RAY_VERSION", "OfflineProcessorConfig", "ProcessorBuilder", "RayProcessor", "check_version", "register"]
 
 
 def register(config_type: type, builder: object) -> None:
