@@ -1,4 +1,4 @@
-"""An instance on Ray: answers outlive its process, its engine's death names its lines, and nothing outlives its node."""
+"""An instance on Ray: answers outlive its process, an engine's death names its lines, nothing outlives its node."""
 
 from __future__ import annotations
 
