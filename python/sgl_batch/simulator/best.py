@@ -22,9 +22,8 @@ from sgl_batch.simulator.work import PassWork
 
 # GPUs of a unit that prefills or decodes alone.
 _UNIT_GPUS = 16
-# Candidates whose estimate is so much longer than the shortest are not simulated; nor are more than so many, of which
-# so many are simulated whole where lengths differ: one rank does not show how ranks hold each other up.
-_CLOSE, _MOST, _WHOLE = 1.5, 8, 6
+# Candidates whose estimate is so much longer than the shortest are not simulated; nor are more than so many.
+_CLOSE, _MOST, _WHOLE = 1.5, 6, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
