@@ -61,9 +61,25 @@ def best_of(
     ranked = sorted((simulate(one, requests, collapse=True, until=until) for one in close), key=_order)
     if collapse:
         return Best(result=ranked[0], others=ranked[1:], compared=len(candidates))
-    count = 1 if are_alike(requests) else _WHOLE
-    whole = sorted((_whole(one, requests, until) for one in ranked[:count]), key=_order)
-    return Best(result=whole[0], others=[*whole[1:], *ranked[count:]], compared=len(candidates))
+    if are_alike(requests):
+        chosen = ranked[:1]
+    else:
+        chosen = [ranked[number] for number in _first_of_each_kind([one.setup for one in ranked], _WHOLE)]
+    whole = sorted((_whole(one, requests, until) for one in chosen), key=_order)
+    others = [one for one in ranked if not any(one is other for other in chosen)]
+    return Best(result=whole[0], others=[*whole[1:], *others], compared=len(candidates))
+
+
+def _first_of_each_kind(setups: Sequence[Setup], count: int) -> list[int]:
+    """Return so many numbers of setups: of each way in which prompts are computed the first one, then the first others.
+
+    How much ranks wait for each other's prompts is seen in none but a whole simulation.
+    """
+    firsts: dict[tuple[int, bool], int] = {}
+    for number, one in enumerate(setups):
+        firsts.setdefault((one.choice.chunk, one.choice.together), number)
+    more = [number for number in range(len(setups)) if number not in firsts.values()]
+    return sorted([*firsts.values(), *more[: max(count - len(firsts), 0)]])
 
 
 def _whole(result: Result, requests: Requests, until: float) -> Result:
@@ -96,7 +112,8 @@ def _close(candidates: Sequence[Setup], requests: Requests) -> list[Setup]:
     """Return the candidates whose estimate comes close to the shortest."""
     estimated = sorted(((estimate(one, requests), number) for number, one in enumerate(candidates)))
     limit = _CLOSE * estimated[0][0]
-    return [candidates[number] for seconds, number in estimated[:_MOST] if seconds <= limit]
+    close = [candidates[number] for seconds, number in estimated if seconds <= limit]
+    return [close[number] for number in _first_of_each_kind(close, _MOST)]
 
 
 def estimate(setup: Setup, requests: Requests) -> float:

@@ -96,6 +96,14 @@ def test_the_best_run_is_the_fastest_of_those_that_were_simulated():
     assert all(one.seconds >= found.result.seconds * 0.999 for one in found.others)
 
 
+def test_every_way_to_compute_prompts_is_simulated_whole_where_lengths_differ():
+    found = best_of(policies_named("sglang")[0], model_named(MODEL), cluster_named("h100x4"), SPREAD)
+    kinds = [(one.setup.choice.chunk, one.setup.choice.together) for one in (found.result, *found.others)]
+    whole = {kind for kind, one in zip(kinds, (found.result, *found.others), strict=True) if not one.collapsed}
+    assert len(whole) > 2
+    assert whole == set(kinds)
+
+
 def test_every_ratio_of_units_is_in_the_table():
     found = best_of(policies_named("disaggregated:1")[0], model_named(MODEL), cluster_named("h100x4"), ALIKE)
     assert [one.setup.split for one in found.table] == [Split(prefill=n, decode=4 - n) for n in (1, 2, 3)]
