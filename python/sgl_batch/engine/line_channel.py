@@ -102,18 +102,23 @@ class LineClient:
 
         The answer continues `partial_output`, which grows while the engine generates.
         """
+        answer = await self.respond_packed(url, pack_body(body), partial_output)
+        return LineResponse(status_code=answer.status_code, request_id=answer.request_id, body=unpack_body(answer.body))
+
+    async def respond_packed(self, url: str, body: bytes, partial_output: PartialOutput | None = None) -> Answer:
+        """Do what `respond` does for a packed body, and return the answer with its body packed."""
         number = self._number()
         self._lines[number] = partial_output = PartialOutput() if partial_output is None else partial_output
         try:
-            message = Respond(number=number, url=url, body=pack_body(body), partial_output=partial_output.pack())
-            answer = await self._ask(number, message)
+            message = Respond(number=number, url=url, body=body, partial_output=partial_output.pack())
+            answer: Answer = await self._ask(number, message)
         except asyncio.CancelledError:
             self._frames.write(Cancel(number=number))
             raise
         finally:
             del self._lines[number]
         self.num_answered += 1
-        return LineResponse(status_code=answer.status_code, request_id=answer.request_id, body=unpack_body(answer.body))
+        return answer
 
     def acknowledge(self, request_ids: Iterable[str]) -> None:
         """It keeps no answers."""

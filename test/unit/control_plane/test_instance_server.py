@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,10 @@ from sgl_batch.control_plane.instances import instance_server as server_module
 from sgl_batch.control_plane.instances.instance_server import ANSWER_LOST, STOPPED, InstanceServer
 from sgl_batch.control_plane.instances.messages import EngineFacts, Line, Lot, Poll, Report
 from sgl_batch.control_plane.instances.spool import Spool
-from sgl_batch.core.answers import EngineStats, LineResponse
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.core.partial_output import PartialOutput, unpack
 from sgl_batch.core.plan_rates import PlanRates
+from sgl_batch.engine.line_frames import Answer, pack_body
 from sgl_batch.errors import EngineError
 
 WITHIN_S = 10.0
@@ -35,11 +36,9 @@ class FakeEngine:
         self.partial_outputs: dict[str, PartialOutput] = {}
         self.num_started = 0
 
-    async def respond(
-        self, url: str, body: Mapping[str, object], partial_output: PartialOutput | None = None
-    ) -> LineResponse:
+    async def respond_packed(self, url: str, body: bytes, partial_output: PartialOutput | None = None) -> Answer:
         assert partial_output is not None
-        name = str(body["x"])
+        name = str(json.loads(body)["x"])
         self.num_started += 1
         self.waiting[name] = asyncio.get_running_loop().create_future()
         self.partial_outputs[name] = partial_output
@@ -47,10 +46,7 @@ class FakeEngine:
             value = await self.waiting[name]
         finally:
             del self.waiting[name]
-        return LineResponse(status_code=200, request_id=f"req_{name}", body={"y": value})
-
-    async def stats(self) -> EngineStats:
-        return EngineStats()
+        return Answer(number=0, status_code=200, request_id=f"req_{name}", body=pack_body({"y": value}))
 
     def die(self, message: str, code: str | None = None) -> None:
         for waiter in self.waiting.values():

@@ -6,18 +6,36 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sgl_batch.control_plane.instances.messages import Line, Tokens
-from sgl_batch.core.answers import LineResponse
 from sgl_batch.core.partial_output import PartialOutput
-from sgl_batch.engine.line_frames import unpack_body
+from sgl_batch.core.plan_rates import PlanRates
+from sgl_batch.engine.line_frames import Answer, pack_body
 from sgl_batch.errors import EngineError
-from sgl_batch.jobs.line_engine import LineEngine
 from sgl_batch.jobs.result_lines import internal_error_response
 
 logger = logging.getLogger(__name__)
 
 _ALL_FAIL_WITHIN_S = 10.0
+
+
+class PackedEngine(Protocol):
+    """What a `LineClient` gives: a `jobs.line_engine.LineEngine` to which bodies are bytes."""
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """The names accepted in a line's body["model"]."""
+        ...
+
+    @property
+    def plan_rates(self) -> PlanRates | None:
+        """What the plan of the engine's start predicts."""
+        ...
+
+    async def respond_packed(self, url: str, body: bytes, partial_output: PartialOutput | None = None) -> Answer:
+        """Answer one request. Raises EngineError when the engine is dead. Cancelling the call aborts the request."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +46,7 @@ class LineInFlight:
     partial_output: PartialOutput
     num_given: int
     session: _Session
-    task: asyncio.Task[LineResponse] | None = None
+    task: asyncio.Task[Answer] | None = None
     resend: bool = False
 
     def take_tokens(self) -> Tokens | None:
@@ -44,7 +62,7 @@ class LineInFlight:
 class _Session:
     """The lines that one engine has, by key. `dead`: those that raised its death."""
 
-    engine: LineEngine
+    engine: PackedEngine
     lines: dict[str, LineInFlight] = field(default_factory=dict)
     dead: list[LineInFlight] = field(default_factory=list)
     death: EngineError | None = None
@@ -54,13 +72,13 @@ class EngineLines:
     """The lines in flight, by key.
 
     Args:
-        on_answer: Called with the key of a line and its answer.
+        on_answer: Called with the key of a line, and the status, request id and body of its answer.
         on_death: Called when an engine has died and all its lines have ended: with its error and these lines.
     """
 
     def __init__(
         self,
-        on_answer: Callable[[str, LineResponse], None],
+        on_answer: Callable[[str, int, str, bytes], None],
         on_death: Callable[[EngineError, list[LineInFlight]], None],
     ) -> None:
         self._on_answer, self._on_death = on_answer, on_death
@@ -82,11 +100,11 @@ class EngineLines:
         """Return the line of a key, or None."""
         return self._lines.get(key)
 
-    def is_dead(self, engine: LineEngine) -> bool:
+    def is_dead(self, engine: PackedEngine) -> bool:
         """Whether lines have found this engine dead."""
         return self._session is not None and self._session.engine is engine and self._session.death is not None
 
-    def start(self, engine: LineEngine, line: Line) -> None:
+    def start(self, engine: PackedEngine, line: Line) -> None:
         """Give a line to an engine."""
         session = self._session
         if session is None or session.engine is not engine:
@@ -94,7 +112,7 @@ class EngineLines:
         partial_output = PartialOutput(line.partial_output)
         one = LineInFlight(line.key, partial_output, len(partial_output), session)
         self._lines[line.key] = session.lines[line.key] = one
-        one.task = asyncio.create_task(engine.respond(line.url, unpack_body(line.body), partial_output))
+        one.task = asyncio.create_task(engine.respond_packed(line.url, line.body, partial_output))
         one.task.add_done_callback(lambda task: self._ended(one, task))
 
     def take_back(self, count: int) -> tuple[str, ...]:
@@ -118,7 +136,7 @@ class EngineLines:
                 line.task.cancel()
                 self._end_if_dead(line.session)
 
-    def _ended(self, line: LineInFlight, task: asyncio.Task[LineResponse]) -> None:
+    def _ended(self, line: LineInFlight, task: asyncio.Task[Answer]) -> None:
         error = None if task.cancelled() else task.exception()
         if self._lines.get(line.key) is not line:
             return  # it was dropped
@@ -133,9 +151,11 @@ class EngineLines:
             # A fault of the program with this line: it fails, and the other lines go on.
             cause = error if error is not None else asyncio.CancelledError("cancelled inside the engine")
             logger.error("line %s: the engine raised", line.key, exc_info=cause)
-            self._on_answer(line.key, internal_error_response(line.key, cause))
+            failure = internal_error_response(line.key, cause)
+            self._on_answer(line.key, failure.status_code, failure.request_id, pack_body(failure.body))
         else:
-            self._on_answer(line.key, task.result())
+            answer = task.result()
+            self._on_answer(line.key, answer.status_code, answer.request_id, answer.body)
         self._end_if_dead(session)
 
     def _end_if_dead(self, session: _Session) -> None:

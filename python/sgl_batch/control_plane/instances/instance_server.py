@@ -13,13 +13,10 @@ from typing import Protocol
 
 from sgl_batch.api.engine_view import EngineView
 from sgl_batch.api.supervisor import EngineState
-from sgl_batch.control_plane.instances.engine_lines import EngineLines, LineInFlight
+from sgl_batch.control_plane.instances.engine_lines import EngineLines, LineInFlight, PackedEngine
 from sgl_batch.control_plane.instances.messages import EngineDeath, EngineFacts, Lot, Poll, Report, Tokens
 from sgl_batch.control_plane.instances.spool import Spool
-from sgl_batch.core.answers import LineResponse
-from sgl_batch.engine.line_frames import pack_body
 from sgl_batch.errors import EngineError
-from sgl_batch.jobs.line_engine import LineEngine
 
 STOPPED = "instance_stopped"
 ANSWER_LOST = "answer_lost"
@@ -40,7 +37,7 @@ class Supervisor(Protocol):
         """The state of the engine."""
         ...
 
-    def current(self) -> LineEngine | None:
+    def current(self) -> PackedEngine | None:
         """Return the engine that is ready now, or None."""
         ...
 
@@ -75,7 +72,7 @@ class InstanceServer:
     ) -> None:
         self._incarnation, self._supervisor, self._spool, self._log = incarnation, supervisor, spool, log
         self._clock = clock
-        self._lines = EngineLines(self._answered, self._died)
+        self._lines = EngineLines(spool.add, self._died)
         self._deaths: list[EngineDeath] = []
         self._num_deaths = 0
         self._tokens_of_dead: deque[Tokens] = deque()
@@ -148,9 +145,6 @@ class InstanceServer:
         await self._spool.close(_SPOOL_WITHIN_S)
 
     # What engines give.
-
-    def _answered(self, key: str, response: LineResponse) -> None:
-        self._spool.add(key, response.status_code, response.request_id, pack_body(response.body))
 
     def _died(self, death: EngineError, lines: list[LineInFlight]) -> None:
         tokens = (line.take_tokens() for line in lines)
