@@ -102,6 +102,7 @@ class InstanceActor:
         directory = Path(made.directory)
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _check_owner(directory)
             self._log = _log_to(directory, made.incarnation)
         except OSError as error:
             raise ConfigError(f"the directory of an instance {directory} cannot be used: {error}") from error
@@ -195,6 +196,17 @@ def _log_to(directory: Path, incarnation: int) -> Path:
         handlers=[logging.FileHandler(path)], level=logging.INFO, format="[%(asctime)s] %(message)s", force=True
     )
     return path
+
+
+def _check_owner(directory: Path) -> None:
+    """Raise ConfigError for a directory of another user, who could read requests in it or put answers there."""
+    for path in (directory, directory.parent):
+        owner = path.lstat().st_uid
+        if owner not in (0, os.geteuid()):
+            raise ConfigError(
+                f"the directory of an instance {path} on {socket.gethostname()} belongs to user {owner}, not to user "
+                f"{os.geteuid()}: remove it, or start Ray there with another TMPDIR"
+            )
 
 
 def _hold_to(cores: tuple[int, ...]) -> None:
