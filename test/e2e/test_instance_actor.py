@@ -95,6 +95,22 @@ async def answers_to(member: Any, lines: list[Line], after: int = 0) -> list[Any
     return list(report.answers)
 
 
+def runs(process: psutil.Process) -> bool:
+    """Return whether a process runs. A zombie has ended: what has to reap it is no process of ours."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def left_of(tree: list[psutil.Process], within_s: float) -> list[psutil.Process]:
+    """Return the processes that still run after so many seconds."""
+    deadline = time.monotonic() + within_s
+    while (left := [one for one in tree if runs(one)]) and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return left
+
+
 def tree_of(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
@@ -142,8 +158,7 @@ async def _lives(cluster: Cluster, directory: Path, model: Path) -> None:
     await member.poll(Poll(after_answer=3, after_death=1, acknowledged=tuple(one.key for one in first)))
     tree = tree_of(presence.pid)
     os.kill(presence.pid, signal.SIGKILL)
-    _, left = psutil.wait_procs(tree, timeout=10)
-    assert not left, "the engine ends with its actor"
+    assert not await left_of(tree, 10.0), "the engine ends with its actor"
     with pytest.raises(MemberLostError, match="its process on here is gone"):
         await member.poll(Poll(wait_s=1.0))
 
@@ -156,7 +171,6 @@ async def _lives(cluster: Cluster, directory: Path, model: Path) -> None:
     while len(tree) < 2:
         tree = [tree[0], *tree[0].children(recursive=True)]
     cluster.raylet.kill()
-    _, left = psutil.wait_procs(tree, timeout=2)
-    assert not left, "actor and engine end with their node"
+    assert not await left_of(tree, 2.0), "actor and engine end with their node"
     with pytest.raises(MemberLostError):
         await following.poll(Poll(wait_s=1.0))

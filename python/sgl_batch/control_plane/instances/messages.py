@@ -69,7 +69,7 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True):
 class Poll(msgspec.Struct, frozen=True, array_like=True):
     """Asks for a report of what comes after these numbers, at once where there is something, or after `wait_s`.
 
-    `acknowledged`: keys whose answers are committed, so that the instance need not keep them.
+    `acknowledged`: keys whose answers, of numbers up to `after_answer`, are committed: the instance need not keep them.
     """
 
     after_answer: int = 0
