@@ -2,8 +2,8 @@
 """Owns the proof that a run of Ray Data with our engine gives one row for each id, whatever dies during it.
 
 It starts a cluster of three raylets on this machine and runs a program on it: questions from Parquet to Parquet, with a
-checkpoint and two engines. While the program runs, it kills the node of an engine, and later the program. It runs the
-program again, which goes on from the checkpoint. It fails (exit code 1) unless
+checkpoint and two engines. While the program runs, it kills a scheduler of an engine, then the node of an engine, and
+later the program. It runs the program again, which goes on from the checkpoint. It fails (exit code 1) unless
 
 - each id has one row in the output, with an answer, or with an error where the row has no prompt,
 - all files of the output have one schema, and
@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ray_cluster import SYSTEM_CONFIG, left_after, ray_environment
+from ray_cluster import SYSTEM_CONFIG, left_after, processes_in, ray_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,12 +120,20 @@ def node_of_an_engine(cluster: object) -> object:
     raise FaultError("no engine runs on a node that can be killed")
 
 
+def kill_a_scheduler() -> None:
+    """Kill one scheduler process of the cluster's engines."""
+    for process in processes_in(os.environ["RAY_TMPDIR"]):
+        if process.name().startswith("sglang::schedul"):
+            process.kill()
+            return
+    raise FaultError("no engine has a scheduler")
+
+
 def run(directory: Path, questions: Path, count: int) -> None:
     """Run the program with both deaths. Raises FaultError."""
     from ray.cluster_utils import Cluster
 
     node_arguments = {
-        "node_ip_address": "127.0.0.1",
         "num_cpus": NODE_CPUS,
         "object_store_memory": 100 << 20,
         "include_dashboard": False,
@@ -138,6 +146,9 @@ def run(directory: Path, questions: Path, count: int) -> None:
     command += ["--keep", str(directory)]
     try:
         first = subprocess.Popen(command)
+        wait_for("an eighth of the rows", lambda: rows_written(directory) >= count // 8, first)
+        say(f"-- {rows_written(directory)} rows are written; a scheduler of an engine is killed")
+        kill_a_scheduler()
         wait_for("a quarter of the rows", lambda: rows_written(directory) >= count // 4, first)
         say(f"-- {rows_written(directory)} rows are written; a node with an engine is killed")
         cluster.remove_node(node_of_an_engine(cluster), allow_graceful=False)
