@@ -16,6 +16,8 @@ commands:
   run     run a JSONL file of OpenAI batch requests: sgl-batch run -i in.jsonl -o out.jsonl --model PATH
   serve   serve the model over HTTP; takes the flags of python -m sgl_batch.launch_server
   jobs    send jobs to a server and fetch their results: sgl-batch jobs submit in.jsonl --watch -o out.jsonl
+  instances
+          list, add, drain and remove the engines of a server: sgl-batch instances list
   doctor  check this machine: devices, packages, kernels, rates, limits; print what is missing and how to fix it
   models  list the supported models and number formats
   check   check whether a model would run here, how, and in how much memory: sgl-batch check --model DIR
@@ -44,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sgl_batch.cli.jobs.command import jobs_command
 
         return jobs_command(rest)
+    if command == "instances":
+        from sgl_batch.cli.instances.command import instances_command
+
+        return instances_command(rest)
     if command == "doctor":
         from sgl_batch.cli.doctor.command import doctor_command
 

@@ -51,6 +51,7 @@ class Engine(processes.RankedEngine):
         EngineError: The engine does not start, or other classes than ours run. No process is left.
     """
 
+    num_engines = 1
     init_tokenizer_manager_func = staticmethod(launch.start_tokenizer_manager)
 
     def __init__(self, **kwargs: Any) -> None:

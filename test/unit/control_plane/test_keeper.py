@@ -32,6 +32,7 @@ class FakeHost:
         self.table = list(nodes)
         self.alive: dict[tuple[str, int], FakeMember] = {}
         self.faults = 0
+        self.forgotten: list[str] = []
         self.places: dict[tuple[str, int], Place] = {}
 
     async def nodes(self) -> list[Node]:
@@ -50,6 +51,9 @@ class FakeHost:
 
     async def end(self, name: str, incarnation: int) -> None:
         self.alive.pop((name, incarnation), None)
+
+    async def forget(self, name: str, place: Place) -> None:
+        self.forgotten.append(name)
 
 
 class FakePool:
@@ -208,7 +212,7 @@ def test_a_removed_instance_ends_empty_and_is_not_replaced(tmp_path: Path) -> No
         await kept.keeper.remove("i1")
         await kept.until(("i2", 1, "b"))
         await until(lambda: [one.name for one in kept.keeper.views()] == ["i2"])
-        assert kept.pool.drained == ["i1"]
+        assert kept.pool.drained == kept.host.forgotten == ["i1"]
         await asyncio.sleep(0.01)
         assert len(kept.keeper.views()) == 1
 

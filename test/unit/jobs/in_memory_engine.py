@@ -102,6 +102,7 @@ class InMemoryBatchEngine:
     def __init__(self, line_engine: InMemoryEngine, forward: tuple[str | None, str | None] = (None, None)) -> None:
         self._forward = forward
         self.loop = asyncio.new_event_loop()
+        self.num_engines = 1
         self.is_shut_down = False
         self.prediction: Prediction | None = None
         self._line_engine = line_engine

@@ -52,9 +52,10 @@ logger = logging.getLogger(__name__)
 
 
 class BatchEngine(Protocol):
-    """What a run needs of the engine as a whole."""
+    """What a run needs of the engine as a whole. `num_engines`: of how many engines it consists."""
 
     loop: asyncio.AbstractEventLoop
+    num_engines: int
 
     def line_engine(self) -> LineEngine:
         """Return the engine as jobs use it."""
@@ -103,13 +104,27 @@ def prepare_sglang_engine(engine_argv: Sequence[str], workload: Estimate) -> Sta
     return start
 
 
-def run_command(argv: Sequence[str], prepare_engine: PrepareEngine = prepare_sglang_engine) -> int:
-    """Run the command. Return its exit code."""
+def _prepare(options: RunOptions) -> PrepareEngine:
+    """Return what prepares the engine that the flags ask for."""
+    instances = options.instances
+    if instances is None:
+        return prepare_sglang_engine
+
+    def prepare(engine_argv: Sequence[str], workload: Estimate) -> StartEngine:
+        from sgl_batch.control_plane.instances.file_engines import prepare_instances
+
+        return prepare_instances(instances, engine_argv, options.max_in_flight)
+
+    return prepare
+
+
+def run_command(argv: Sequence[str], prepare_engine: PrepareEngine | None = None) -> int:
+    """Run the command. Return its exit code. `prepare_engine`: another than the one that the flags ask for."""
     try:
         options = parse_run_options(argv)
         check_paths(options)
         with signals_restored():
-            return _Run(options, argv).run(prepare_engine)
+            return _Run(options, argv).run(prepare_engine or _prepare(options))
     except ConfigError as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
@@ -257,7 +272,8 @@ class _Run:
         options, line_engine = self._options, engine.line_engine()
         facts = self._facts(engine, line_engine, scan, total)
         manifest = Manifest(options.manifest, facts)
-        self._display.note(f"settled at the start: {line_of(facts.plan['choices'])}")
+        if facts.plan["choices"]:
+            self._display.note(f"settled at the start: {line_of(facts.plan['choices'])}")
         if facts.cost is not None and (text := facts.cost.line()):
             self._display.note(f"cost: {text}")
         with ExitStack() as files:
@@ -273,7 +289,7 @@ class _Run:
                         job_seed=options.seed,
                         max_line_bytes=options.max_line_bytes,
                     ),
-                    max_in_flight=options.max_in_flight,
+                    max_in_flight=engine.num_engines * options.max_in_flight,
                     earlier=self._earlier,
                 ),
                 read_lines(input_path, options.max_line_bytes),

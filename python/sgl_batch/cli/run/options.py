@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sgl_batch.api.instance_flags import InstanceOptions, add_instance_flags, instance_options
 from sgl_batch.byte_sizes import HOW_TO_WRITE, parse_bytes
 from sgl_batch.errors import ConfigError
 from sgl_batch.file_run.file_run import DEFAULT_MAX_IN_FLIGHT
@@ -94,6 +95,7 @@ class RunOptions:
     resume: bool
     retry_failed: bool
     force: bool
+    instances: InstanceOptions | None
     engine_argv: tuple[str, ...]
     rows: RowRules
     table: TableOutput | None  # made from `output` and `errors` at the end
@@ -148,6 +150,7 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
         resume=args.resume,
         retry_failed=args.retry_failed,
         force=args.force,
+        instances=instance_options(args),
         engine_argv=_engine_argv(args, rest),
         rows=row_rules(args, args.served_model_name or args.model),
         table=table,
@@ -227,6 +230,7 @@ def _build_parser() -> argparse.ArgumentParser:
         conflict_handler="resolve",
     )
     _add_run_flags(parser)
+    add_instance_flags(parser.add_argument_group("instances", "several engines for one file, on Ray"))
     add_table_flags(parser)
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help and exit")
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show this help and all flags of SGLang, and exit")

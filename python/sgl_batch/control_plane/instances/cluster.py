@@ -9,7 +9,7 @@ import logging
 import platform
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # Messages are small, and answers lie on the disks of the nodes.
 _OBJECT_STORE_BYTES = 80 << 20
 _LOOK_WITHIN_S = 60.0
+_REMOVED_WITHIN_S = 20.0
 _LONGEST_REASON = 1000
 
 
@@ -107,6 +108,16 @@ class Cluster:
             except ray.exceptions.RayError as error:
                 faults[node_id] = f"a task on it failed: {str(error).strip().splitlines()[-1]}"
         return faults
+
+    def remove_directory(self, node_id: str, path: str) -> None:
+        """Remove a directory on a node, and the one above it once that is empty. A node that has gone is left alone."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        on_node = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0)(_remover()).options(scheduling_strategy=on_node)
+        with suppress(ray.exceptions.RayError):
+            ray.get(task.remote(path), timeout=_REMOVED_WITHIN_S)
 
     def close(self) -> None:
         """Leave the cluster; one of our own ends."""
@@ -205,6 +216,19 @@ def _looker() -> Callable[[str | None], dict[str, Any]]:
         }
 
     return look
+
+
+def _remover() -> Callable[[str], None]:
+    def remove(path: str) -> None:
+        import os
+        import shutil
+        from contextlib import suppress
+
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            os.rmdir(os.path.dirname(path))
+
+    return remove
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from sgl_batch.jobs.batch_service.settings import DEFAULT_MAX_IN_FLIGHT
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
+INSTANCES_FAILED = "instances_failed"
 
 
 class InstanceEngines:
@@ -36,6 +37,7 @@ class InstanceEngines:
         close: Called last, in a thread: leaves the cluster.
         outlive: Whether the instances go on without this process.
         depth: The most lines that an instance has at a time.
+        is_run: The instances are of one run. Its lines fail once all instances have, and nothing stays on the nodes.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class InstanceEngines:
         close: Callable[[], None],
         outlive: bool,
         depth: int = DEFAULT_MAX_IN_FLIGHT,
+        is_run: bool = False,
     ) -> None:
-        self._close, self._outlive = close, outlive
+        self._close, self._outlive, self._is_run = close, outlive, is_run
         self._pool = InstancePool(depth=depth)
         calls = PoolCalls(
             joined=lambda member, from_before: self._pool.join(member, from_before=from_before),
@@ -118,14 +121,10 @@ class InstanceEngines:
             self._task.cancel()
             await asyncio.wait({self._task})
         await self._pool.close()
-        await self._keeper.stop(end=not self._outlive)
+        await self._keeper.stop(end=not self._outlive, forget=self._is_run)
         if self._outlive:
             logger.info("the instances go on; a server with the same --jobs-dir finds them")
         await asyncio.to_thread(self._close)
-
-    def give_up(self, error: EngineError) -> None:
-        """Let all lines raise this error."""
-        self._pool.fail(error)
 
     async def _keep(self) -> None:
         await self._keeper.start()
@@ -139,6 +138,9 @@ class InstanceEngines:
                 logger.error("no instance can start: %s", rows[0].message)
                 self.is_refused = True
                 return
+            state = self.state
+            if self._is_run and state.phase == "failed":
+                self._pool.fail(EngineError(f"all instances have failed: {state.message}", code=INSTANCES_FAILED))
 
 
 class _Control:

@@ -35,6 +35,10 @@ class Host(Protocol):
         """End an incarnation, and free its place. Idempotent."""
         ...
 
+    async def forget(self, name: str, place: Place) -> None:
+        """Remove what an instance that has ended has left on its node, as far as that can be reached."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCalls:

@@ -76,8 +76,13 @@ class InstanceKeeper:
             self._fit_count()
         self._watching = asyncio.create_task(self._watch())
 
-    async def stop(self, *, end: bool) -> None:
-        """Stop keeping them. `end`: end them too; else they go on, and a later server finds them."""
+    async def stop(self, *, end: bool, forget: bool = False) -> None:
+        """Stop keeping them.
+
+        Args:
+            end: End them too. Else they go on, and a later server finds them.
+            forget: Also remove what they leave on their nodes, which a later server would read.
+        """
         tasks = [one.life for one in self._instances.values() if one.life] + (
             [self._watching] if self._watching else []
         )
@@ -88,6 +93,9 @@ class InstanceKeeper:
             numbers = {name: one.incarnation for name, one in self._records.known().items()}
             members = [self._end(one, numbers[name]) for name, one in self._instances.items() if name in numbers]
             await asyncio.gather(*members)
+        if forget:
+            places = [(one.name, one.place) for one in self._instances.values()]
+            await asyncio.gather(*(self._host.forget(name, place) for name, place in places if place is not None))
 
     # For the pool.
 
@@ -222,6 +230,8 @@ class InstanceKeeper:
                 await self._run(one)
             await self._after_end(one, time.monotonic() - began)
         one.holds_place = False
+        if one.place is not None:
+            await self._host.forget(one.name, one.place)
         self._instances.pop(one.name, None)
         self._records.forget(one.name)
         logger.info("instance %s is removed", one.name)

@@ -74,7 +74,7 @@ class RayHost:
         """Start an incarnation on its place. Raises NotStartedError: others hold the place, or its process ends."""
         settings = InstanceSettings(
             engine_argv=self._engine_argv,
-            directory=str(Path(tempfile.gettempdir()) / f"sgl_batch_{self._service}" / name),
+            directory=self._directory(name),
             incarnation=incarnation,
             cores=place.cores,
             stall_s=self._stall_s,
@@ -111,6 +111,13 @@ class RayHost:
             with suppress(TimeoutError):
                 await asyncio.wait_for(member.stop(), _STOPPED_WITHIN_S)
         await asyncio.to_thread(self._remove, _full_name(name, incarnation))
+
+    async def forget(self, name: str, place: Place) -> None:
+        """Remove the directory of an instance that has ended."""
+        await asyncio.to_thread(self._cluster.remove_directory, place.node_id, self._directory(name))
+
+    def _directory(self, name: str) -> str:
+        return str(Path(tempfile.gettempdir()) / f"sgl_batch_{self._service}" / name)
 
     # What blocks.
 

@@ -1,0 +1,1 @@
+"""`sgl-batch instances`: the engines of a server."""
