@@ -95,6 +95,7 @@ class RowEngine:
         self._deaths += 1
         if death.code is not None or self._deaths >= _MOST_DEATHS:
             raise EngineError(f"the engine has died {self._deaths} times without an answer: {death}", code=death.code)
+        logger.setLevel(logging.INFO)  # SGLang's level in this process is that of errors
         logger.warning("the engine died, and another one is started: %s", death)
         await asyncio.get_running_loop().run_in_executor(None, engine.close)
         self._engine = None
