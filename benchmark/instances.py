@@ -1,0 +1,161 @@
+#!/usr/bin/env python
+"""Measures instances: one job on one and two engines of one core each, against engines that know nothing of each other.
+
+  lone          sgl-batch run, one engine on one core
+  one           the same as one instance
+  separate      two lone engines at once, each with half of the lines: what two cores can do
+  two           two instances, fed ahead of what they compute
+  two, not ahead   the same, fed with as many lines as they compute at a time
+  slowed        two instances, of which one stands still for half of the time
+  killed        two instances, of which one is killed in the middle
+
+Times leave out the start of engines. Cases alternate; medians count. Needs two cores and nothing else that runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from comparison.figures import spread
+from comparison.report import table
+from comparison.terminal import exit_code, say
+from several_instances.runs import Case, Outcome, run_case
+
+from sgl_batch.errors import ConfigError
+
+_SLOWED_RATE = 1.5  # of two engines, one of which has half of its time
+
+
+def cases(ahead: int) -> list[Case]:
+    """Return the cases. `ahead`: lines of an instance that computes as many at a time."""
+    return [
+        Case(name="lone"),
+        Case(name="one", instances=1),
+        Case(name="separate", separate=2),
+        Case(name="two", instances=2),
+        Case(name="two, not ahead", instances=2, ahead=ahead),
+        Case(name="slowed", instances=2, slowed=True),
+        Case(name="killed", instances=2, killed_at=0.5),
+    ]
+
+
+def request_lines(questions: Path, count: int, tokens: int, model: str) -> list[str]:
+    """Return request lines of the questions, over and over; outputs have half to one and a half of `tokens`."""
+    texts = [json.loads(line)["question"] for line in questions.read_text("utf-8").splitlines() if line]
+    if not texts:
+        raise ConfigError(f"{questions} has no questions")
+    lines = []
+    for number in range(count):
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": texts[number % len(texts)]}],
+            "max_completion_tokens": tokens // 2 + number * 37 % (tokens + 1),
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        one = {"custom_id": f"q-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        lines.append(json.dumps(one))
+    return lines
+
+
+def rows(found: dict[str, list[Outcome]]) -> list[list[str]]:
+    """Return the rows of the table: seconds, and each case's ratio to what it is measured against."""
+    median = {name: statistics.median(one.seconds for one in runs) for name, runs in found.items()}
+    against = {
+        "one": ("lone", 1.0),
+        "two": ("separate", 1.0),
+        "two, not ahead": ("separate", 1.0),
+        "slowed": ("separate", 2 / _SLOWED_RATE),
+    }
+    made = []
+    for name, runs in found.items():
+        seconds = spread(one.seconds for one in runs)
+        ratio = ""
+        if name in against and against[name][0] in median:
+            other, factor = against[name]
+            ratio = f"{factor * median[other] / median[name]:.3f} of {other}" + (
+                f" x {factor:.2f}" if factor != 1 else ""
+            )
+        idle = [1 - statistics.fmean(one.busy) for run in runs for one in run.samples.values() if one.busy]
+        restart = statistics.median(one.restart_s for one in runs)
+        made.append(
+            [
+                name,
+                seconds.text(1) if seconds else "",
+                ratio,
+                f"{max(0.0, statistics.fmean(idle)):.0%}" if idle else "",
+                f"{restart:.1f}" if restart else "",
+            ]
+        )
+    return made
+
+
+def draw(found: dict[str, list[Outcome]], target: Path) -> None:
+    """Draw how much of its core each engine uses over the last run of each case."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(len(found), 1, figsize=(9, 1.6 * len(found)), layout="constrained", squeeze=False)
+    for (name, runs), panel in zip(found.items(), panels[:, 0], strict=True):
+        for core, one in sorted(runs[-1].samples.items()):
+            panel.plot(one.times, [max(0.0, 1 - busy) for busy in one.busy], lw=1, label=f"core {core}")
+        panel.set_ylim(0, 1)
+        panel.set_ylabel("idle")
+        panel.set_title(name, fontsize="small", loc="left")
+        panel.legend(fontsize="x-small", loc="upper right")
+    panels[-1, 0].set_xlabel("seconds")
+    figure.savefig(target, dpi=110)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory in Hugging Face format")
+    parser.add_argument("--questions", type=Path, required=True, help="a JSONL file with a field `question`")
+    parser.add_argument("--lines", type=int, default=2000, help="of the job (2000)")
+    parser.add_argument("--tokens", type=int, default=64, help="of an output, on average (64)")
+    parser.add_argument("--ahead", type=int, default=256, help="lines of an instance that is not fed ahead (256)")
+    parser.add_argument("--rounds", type=int, default=5, help="(5)")
+    parser.add_argument("--only", default="", metavar="NAME,...", help="cases (default: all)")
+    parser.add_argument("--out", type=Path, help="where the record and the messages go (a temporary directory)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw idle time over time; needs matplotlib")
+    parser.add_argument("engine", nargs="*", help="flags of the engine, behind --")
+    args = parser.parse_args(argv)
+    wanted = [one for one in args.only.split(",") if one]
+    chosen = [one for one in cases(args.ahead) if not wanted or one.name in wanted]
+    lines = request_lines(args.questions, args.lines, args.tokens, args.model.name)
+    found: dict[str, list[Outcome]] = defaultdict(list)
+    place = args.out or Path(tempfile.mkdtemp(prefix="instances-"))
+    place.mkdir(parents=True, exist_ok=True)
+    flags = ["--served-model-name", args.model.name, *args.engine]
+    for number in range(args.rounds):
+        for case in chosen if number % 2 == 0 else chosen[::-1]:
+            outcome = run_case(
+                case, args.model.resolve(), lines, place / f"{number}-{case.name.replace(' ', '_')}", flags
+            )
+            found[case.name].append(outcome)
+            say(f"round {number + 1} of {args.rounds}, {case.name}: {outcome.seconds:.1f} s")
+            record = {"command": sys.argv, "runs": [asdict(one) for runs in found.values() for one in runs]}
+            (place / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    ordered = {one.name: found[one.name] for one in chosen}
+    print(table(("case", "seconds", "reached", "idle", "restart s"), rows(ordered)))
+    if args.plot is not None:
+        draw(ordered, args.plot)
+    if args.out is None:
+        shutil.rmtree(place)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("instances", lambda: main(sys.argv[1:])))

@@ -1,0 +1,1 @@
+"""What benchmark/instances.py runs, disturbs and draws."""
