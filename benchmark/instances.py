@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -132,6 +133,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw idle time over time; needs matplotlib")
     parser.add_argument("engine", nargs="*", help="flags of the engine, behind --")
     args = parser.parse_args(argv)
+    # Commands are ended on SIGTERM as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     wanted = [one for one in args.only.split(",") if one]
     chosen = [one for one in cases(args.ahead) if not wanted or one.name in wanted]
     lines = request_lines(args.questions, args.lines, args.tokens, args.model.name)
