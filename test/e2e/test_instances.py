@@ -50,6 +50,9 @@ def test_every_line_has_one_result_although_an_instance_is_killed(
     server = start_server("--instances", "2", "--admin-api-key", "admin")
     until(lambda: [one["phase"] for one in instances(server).values()] == ["ready", "ready"])
     assert {one["cores"] for one in instances(server).values()} == {(os.cpu_count() or 2) // 2}
+    said = requests.post(f"{server.url}/v1/chat/completions", json=chat_line("x", "Hello.")["body"], timeout=60)
+    assert said.json()["usage"]["completion_tokens"], "an instance on this machine answers SGLang's endpoints"
+    assert requests.post(f"{server.url}/flush_cache", headers=ADMIN, timeout=30).status_code == 501
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in LINES))

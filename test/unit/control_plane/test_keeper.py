@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +51,9 @@ class FakeHost:
 
     async def end(self, name: str, incarnation: int) -> None:
         self.alive.pop((name, incarnation), None)
+
+    async def http(self, members: Collection[tuple[str, int]]) -> None:
+        return None
 
     async def forget(self, name: str, place: Place) -> None:
         self.forgotten.append(name)

@@ -52,6 +52,8 @@ class InstanceEngines:
         depth: int = DEFAULT_MAX_IN_FLIGHT,
         is_run: bool = False,
     ) -> None:
+        self._host = host
+        self._http_of: set[tuple[str, int, int]] = set()
         self._close, self._outlive, self._is_run = close, outlive, is_run
         self._pool = InstancePool(depth=depth)
         calls = PoolCalls(
@@ -132,6 +134,7 @@ class InstanceEngines:
             await asyncio.sleep(_LOOK_EVERY_S)
             self.view.add(await self._pool.stats(), time.time())
             rows = self.rows()
+            await self._find_http([row for row in rows if row.phase == "ready"])
             self._was_ready = self._was_ready or any(row.phase == "ready" for row in rows)
             if not self._was_ready and rows and all(row.phase == "failed" and not row.restarts for row in rows):
                 # An engine that can be started again is.
@@ -141,6 +144,13 @@ class InstanceEngines:
             state = self.state
             if self._is_run and state.phase == "failed":
                 self._pool.fail(EngineError(f"all instances have failed: {state.message}", code=INSTANCES_FAILED))
+
+    async def _find_http(self, ready: list[InstanceRow]) -> None:
+        """Find where SGLang's endpoints are, when other engines than before are ready."""
+        engines = {(row.name, row.incarnation, row.restarts) for row in ready}
+        if engines != self._http_of or (self.http is None and engines):
+            self.http = await self._host.http([(row.name, row.incarnation) for row in ready])
+            self._http_of = engines
 
 
 class _Control:

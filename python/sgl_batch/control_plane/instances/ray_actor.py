@@ -80,6 +80,13 @@ class Taken(msgspec.Struct, frozen=True, array_like=True):
     is_taken: bool
 
 
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Where SGLang's endpoints of the engine are, on loopback of its node, and the key for them. Both "": nowhere."""
+
+    base_url: str = ""
+    api_key: str = ""
+
+
 class Presence(msgspec.Struct, frozen=True, kw_only=True):
     """Who answers a ping. `log`: the file of the engine's log on its node."""
 
@@ -115,12 +122,13 @@ class InstanceActor:
         threading.Thread(target=self._end_with, args=(os.getppid(),), daemon=True, name="raylet").start()
         self._spool = Spool(directory / "spool", made.incarnation)
         self._server: InstanceServer | None = None
+        self._supervisor: EngineSupervisor | None = None
         self._last_taken: tuple[str, bytes] = ("", b"")
 
     def _serving(self) -> InstanceServer:
         if self._server is None:
             made = self._settings
-            supervisor = EngineSupervisor(
+            self._supervisor = supervisor = EngineSupervisor(
                 (*(made.program or ENGINE_PROGRAM), *made.engine_argv),
                 self._owned.path,
                 stall_s=made.stall_s,
@@ -140,6 +148,11 @@ class InstanceActor:
                 incarnation=self._settings.incarnation, pid=os.getpid(), host=socket.gethostname(), log=str(self._log)
             )
         )
+
+    async def http(self, data: bytes = b"") -> bytes:
+        """Return Endpoints. Their key crosses Ray, so only a server on this node asks."""
+        found = self._supervisor.http if self._supervisor is not None else None
+        return encode(Endpoints() if found is None else Endpoints(base_url=found.base_url, api_key=found.api_key))
 
     async def submit(self, data: bytes) -> bytes:
         """Take a Lot, and return a Taken."""

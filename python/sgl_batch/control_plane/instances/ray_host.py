@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from sgl_batch.control_plane.instances.messages import encode
 from sgl_batch.control_plane.instances.placement import Node, Place
 from sgl_batch.control_plane.instances.ray_actor import MAX_CONCURRENCY, InstanceActor, InstanceSettings
 from sgl_batch.control_plane.instances.records import Known
+from sgl_batch.engine.engine_process import EngineHttp
 
 if TYPE_CHECKING:
     from sgl_batch.control_plane.instances.ray_member import RayMember
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _PLACED_WITHIN_S = 30.0
 _BEGUN_WITHIN_S = 120.0
 _STOPPED_WITHIN_S = 30.0
+_HTTP_WITHIN_S = 5.0
 _NODE_LABEL = "ray.io/node-id"
 
 
@@ -111,6 +113,16 @@ class RayHost:
             with suppress(TimeoutError):
                 await asyncio.wait_for(member.stop(), _STOPPED_WITHIN_S)
         await asyncio.to_thread(self._remove, _full_name(name, incarnation))
+
+    async def http(self, members: Collection[tuple[str, int]]) -> EngineHttp | None:
+        """Return the endpoints of the first of these that runs on this process's node and answers."""
+        for one in sorted(set(members) & set(self._members)):
+            if self._members[one].node_id == self._cluster.own_node:
+                with suppress(MemberLostError, TimeoutError):
+                    found = await asyncio.wait_for(self._members[one].http(), _HTTP_WITHIN_S)
+                    if found is not None:
+                        return found
+        return None
 
     async def forget(self, name: str, place: Place) -> None:
         """Remove the directory of an instance that has ended."""

@@ -14,7 +14,8 @@ from ray import exceptions
 
 from sgl_batch.control_plane.instances.member import MemberLostError
 from sgl_batch.control_plane.instances.messages import Lot, Poll, Report, decode, encode
-from sgl_batch.control_plane.instances.ray_actor import Keys, Presence, TakeBack, Taken
+from sgl_batch.control_plane.instances.ray_actor import Endpoints, Keys, Presence, TakeBack, Taken
+from sgl_batch.engine.engine_process import EngineHttp
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class RayMember:
         is_alive: Callable[[str], bool] = node_is_alive,
     ) -> None:
         self.name, self.incarnation, self.node = name, incarnation, node
-        self._node_id, self._handle = node_id, handle
+        self.node_id, self._handle = node_id, handle
         self._patience_s, self._is_alive = patience_s, is_alive
 
     async def submit(self, lot: Lot) -> bool:
@@ -94,6 +95,11 @@ class RayMember:
         """Return who it is, once its process runs; its engine starts by then."""
         return decode(await self._call("ping", b""), Presence)
 
+    async def http(self) -> EngineHttp | None:
+        """Return where SGLang's endpoints are on its node, or None while there are none."""
+        found = decode(await self._call("http", b""), Endpoints)
+        return EngineHttp(base_url=found.base_url, api_key=found.api_key) if found.base_url else None
+
     async def _call(self, method: str, data: bytes, longer_s: float = 0.0) -> bytes:
         while True:
             try:
@@ -124,7 +130,7 @@ class RayMember:
         """Raise MemberLostError where the node is dead. Ray may not know: then it counts as alive."""
         alive = True
         with suppress(exceptions.RayError):
-            alive = await asyncio.to_thread(self._is_alive, self._node_id)
+            alive = await asyncio.to_thread(self._is_alive, self.node_id)
         if not alive:
             raise MemberLostError(f"its node {self.node} is dead")
 
