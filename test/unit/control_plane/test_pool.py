@@ -117,6 +117,24 @@ def test_a_line_that_kills_engines_gets_an_error_and_all_others_are_answered():
     run(scenario())
 
 
+def test_a_line_that_waits_for_an_instance_that_runs_suspects_goes_on_elsewhere_when_that_is_lost():
+    async def scenario():
+        computed = key_of(URL, pack_body(body(9)), 0)
+        lost, other = ScriptedMember("a", rate=0, computing=[computed]), ScriptedMember("b")
+        async with pool_of(lost) as pool:
+            asked = ask(pool, [1, 2])
+            await until(lambda: len(lost.running) == 3)
+            lost.die()
+            await until(lambda: len(lost.running) == 1)
+            asked += ask(pool, [9])
+            await asyncio.sleep(0.01)
+            lost.lose()
+            pool.join(other)
+            assert await answers(asked) == [{"by": "b"}] * 3
+
+    run(scenario())
+
+
 def test_a_death_whose_reason_is_known_blames_no_line():
     async def scenario():
         member = ScriptedMember("a", rate=0)

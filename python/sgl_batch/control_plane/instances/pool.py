@@ -162,8 +162,9 @@ class InstancePool:
             logger.warning("instance %s: %s; its %d lines go on elsewhere", member.name, reason, len(lines))
         if seat.group is not None:
             self._quarantine.put_back(seat.group)
-        else:
-            self._waiting.extendleft(reversed(lines))
+            suspects = set(seat.group.lines)
+            lines = [line for line in lines if line not in suspects]
+        self._waiting.extendleft(reversed(lines))
         self._table.forget(seat)
         self._wake_all()
 
