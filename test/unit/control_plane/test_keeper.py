@@ -26,7 +26,10 @@ class FakeMember:
 
 
 class FakeHost:
-    """Nodes and members that a test changes by hand. `alive` has what runs, `faults` how many starts fail."""
+    """Nodes and members that a test changes by hand.
+
+    `alive` has what runs, `places` what is taken, until it is ended; `faults` how many starts fail.
+    """
 
     def __init__(self, *nodes: Node) -> None:
         self.table = list(nodes)
@@ -42,6 +45,8 @@ class FakeHost:
         if self.faults:
             self.faults -= 1
             raise NotStartedError("it does not start")
+        if place in self.places.values():
+            raise NotStartedError("the place is taken")
         self.alive[name, incarnation] = member = FakeMember(name, incarnation, place.node)
         self.places[name, incarnation] = place
         return cast(Member, member)
@@ -51,6 +56,11 @@ class FakeHost:
 
     async def end(self, name: str, incarnation: int) -> None:
         self.alive.pop((name, incarnation), None)
+        self.places.pop((name, incarnation), None)
+
+    def kill(self, name: str, incarnation: int) -> None:
+        """End a member without its keeper: its place is not free."""
+        del self.alive[name, incarnation]
 
     async def http(self, members: Collection[tuple[str, int]]) -> None:
         return None
@@ -258,13 +268,13 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
     run(test)
 
 
-def test_a_restarted_server_goes_on_with_the_instances_that_live(tmp_path: Path) -> None:
+def test_a_restarted_server_goes_on_with_instances_that_live_and_frees_the_places_of_others(tmp_path: Path) -> None:
     async def test() -> None:
         first = Kept(tmp_path, FakeHost(node("a"), node("b")))
         await first.keeper.start()
         await first.until(("i1", 1, "a"), ("i2", 1, "b"))
         await first.keeper.stop(end=False)
-        first.host.alive.pop(("i2", 1))
+        first.host.kill("i2", 1)
         second = Kept(tmp_path, first.host)
         await second.keeper.start()
         await second.until(("i1", 1, "a"), ("i2", 2, "b"))

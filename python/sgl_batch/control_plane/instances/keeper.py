@@ -67,7 +67,8 @@ class InstanceKeeper:
         """
         self._nodes = await self._host.nodes()
         known = self._records.known()
-        found = {name: await self._host.find(name, one) for name, one in known.items() if one.incarnation}
+        ran = {name: one for name, one in known.items() if one.incarnation}
+        found = dict(zip(ran, await asyncio.gather(*(self._find(name, one) for name, one in ran.items())), strict=True))
         if not any(found.values()):
             self._begin_anew(known)
         else:
@@ -96,6 +97,13 @@ class InstanceKeeper:
         if forget:
             places = [(one.name, one.place) for one in self._instances.values()]
             await asyncio.gather(*(self._host.forget(name, place) for name, place in places if place is not None))
+
+    async def _find(self, name: str, known: Known) -> Member | None:
+        """Return an incarnation that runs still. Of one that does not, the place is freed: it outlives a server."""
+        member = await self._host.find(name, known)
+        if member is None:
+            await self._host.end(name, known.incarnation)
+        return member
 
     # For the pool.
 
