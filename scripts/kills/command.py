@@ -16,6 +16,7 @@ may have the error `engine_crashed`; these are counted apart. `test/e2e/test_ser
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import tempfile
@@ -89,6 +90,7 @@ def run_instances(args: argparse.Namespace, place: Path, findings: Findings) -> 
     """Kill what belongs to a server with several instances. Return whether no process outlived its own."""
     directory = Path(tempfile.mkdtemp(prefix="rk", dir="/tmp"))  # Ray's sockets have names of at most 107 characters
     prepare(directory)
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # of a busy machine
     from kills.nodes import Nodes
 
     dice, nodes = random.Random(args.seed), Nodes(args.nodes)

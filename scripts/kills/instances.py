@@ -23,6 +23,7 @@ from kills.processes import (
     WITHIN_S,
     actors,
     below,
+    end_rest,
     engine_processes,
     hosts_below,
     is_instance,
@@ -194,8 +195,9 @@ class Instances:
             time.sleep(0.2)
 
     def check_end(self) -> None:
-        """Note what outlives the cluster."""
+        """Note what outlives the cluster; end all that is left of it."""
         self.orphans += [f"after the cluster: {one}" for one in outlived(engine_processes())]
+        end_rest()
 
     def report(self) -> None:
         """Print the table."""

@@ -42,9 +42,19 @@ class Nodes:
         self._added += 1
         os.sched_setaffinity(0, {core})  # what a node may use, it takes from the process that starts it
         try:
-            self._cluster.add_node(wait=False, num_cpus=1, object_store_memory=_OBJECT_STORE_BYTES)
+            while not self._has_added():
+                print("a node was not added in time; another one is", flush=True)
         finally:
             os.sched_setaffinity(0, self._cores)
+
+    def _has_added(self) -> bool:
+        from ray.exceptions import RaySystemError
+
+        try:
+            self._cluster.add_node(wait=False, num_cpus=1, object_store_memory=_OBJECT_STORE_BYTES)
+        except RaySystemError:  # the machine is busy
+            return False
+        return True
 
     def any_with_instance(self, dice: random.Random) -> Any:
         """Return a node on which an instance runs, or None."""

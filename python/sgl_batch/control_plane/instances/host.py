@@ -13,6 +13,10 @@ from sgl_batch.engine.engine_process import EngineHttp
 from sgl_batch.errors import SglBatchError
 
 
+class HostError(SglBatchError):
+    """What starts members does not answer. It may be asked again."""
+
+
 class NotStartedError(SglBatchError):
     """A member could not be started; the message says why. It may be tried again."""
 
@@ -21,7 +25,7 @@ class Host(Protocol):
     """What starts and ends members. Its methods are called on one event loop."""
 
     async def nodes(self) -> list[Node]:
-        """Return the living nodes on which instances can run."""
+        """Return the living nodes on which instances can run. Raises HostError."""
         ...
 
     async def start(self, name: str, incarnation: int, place: Place) -> Member:
@@ -29,7 +33,7 @@ class Host(Protocol):
         ...
 
     async def find(self, name: str, known: Known) -> Member | None:
-        """Return an incarnation that an earlier process has started, or None where it has ended."""
+        """Return an incarnation that an earlier process has started, or None where it has ended. Raises HostError."""
         ...
 
     async def end(self, name: str, incarnation: int) -> None:

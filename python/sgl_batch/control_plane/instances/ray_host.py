@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_batch.control_plane.instances.cluster import Cluster
-from sgl_batch.control_plane.instances.host import NotStartedError
+from sgl_batch.control_plane.instances.host import HostError, NotStartedError
 from sgl_batch.control_plane.instances.member import MemberLostError
 from sgl_batch.control_plane.instances.messages import encode
 from sgl_batch.control_plane.instances.placement import Node, Place
@@ -28,6 +29,7 @@ _PLACED_WITHIN_S = 30.0
 _BEGUN_WITHIN_S = 120.0
 _STOPPED_WITHIN_S = 30.0
 _HTTP_WITHIN_S = 5.0
+_AGAIN_AFTER_S = _LOOK_EVERY_S = 1.0
 _NODE_LABEL = "ray.io/node-id"
 
 
@@ -66,7 +68,8 @@ class RayHost:
 
     async def nodes(self) -> list[Node]:
         """Return the living nodes that can run an instance. Why others cannot is logged once."""
-        nodes, faults = await asyncio.to_thread(self._cluster.usable, self._model)
+        with _ray_errors():
+            nodes, faults = await asyncio.to_thread(self._cluster.usable, self._model)
         for fault in set(faults.values()) - self._said:
             logger.error("%s", fault)
         self._said = set(faults.values())
@@ -82,7 +85,12 @@ class RayHost:
             stall_s=self._stall_s,
             restart_stalled=self._restart_stalled,
         )
-        handle = await asyncio.to_thread(self._create, _full_name(name, incarnation), settings, place)
+        try:
+            with _ray_errors():
+                handle = await asyncio.to_thread(self._create, _full_name(name, incarnation), settings, place)
+        except HostError as error:
+            await self.end(name, incarnation)
+            raise NotStartedError(str(error)) from error
         member = _member(name, incarnation, place, handle)
         try:
             await asyncio.wait_for(member.ping(), _BEGUN_WITHIN_S)
@@ -95,7 +103,8 @@ class RayHost:
 
     async def find(self, name: str, known: Known) -> RayMember | None:
         """Return an incarnation that still runs."""
-        handle = await asyncio.to_thread(self._existing, _full_name(name, known.incarnation))
+        with _ray_errors():
+            handle = await asyncio.to_thread(self._existing, _full_name(name, known.incarnation))
         if handle is None or known.place is None:
             return None
         member = _member(name, known.incarnation, known.place, handle)
@@ -112,7 +121,13 @@ class RayHost:
         if member is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(member.stop(), _STOPPED_WITHIN_S)
-        await asyncio.to_thread(self._remove, _full_name(name, incarnation))
+        while True:  # what holds a place for ever would keep others from it
+            try:
+                with _ray_errors():
+                    return await asyncio.to_thread(self._remove, _full_name(name, incarnation))
+            except HostError as error:
+                logger.warning("instance %s: its place is not freed yet: %s", name, error)
+                await asyncio.sleep(_AGAIN_AFTER_S)
 
     async def http(self, members: Collection[tuple[str, int]]) -> EngineHttp | None:
         """Return the endpoints of the first of these that runs on this process's node and answers."""
@@ -138,6 +153,8 @@ class RayHost:
         from ray.util import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        from sgl_batch.control_plane.instances.ray_member import node_is_alive
+
         resources = {"CPU": float(len(place.cores)), **({"GPU": float(place.gpus)} if place.gpus else {})}
         group = placement_group(
             [resources],
@@ -145,12 +162,19 @@ class RayHost:
             lifetime=self._lifetime,
             bundle_label_selector=[{_NODE_LABEL: place.node_id}],
         )
-        if not group.wait(_PLACED_WITHIN_S):
+        until = time.monotonic() + _PLACED_WITHIN_S
+        while not group.wait(_LOOK_EVERY_S):
+            if not node_is_alive(place.node_id):
+                why = f"its node {place.node} is dead"
+            elif time.monotonic() > until:
+                why = (
+                    f"{place.node} has not given it {len(place.cores)} cores and {place.gpus} GPUs within "
+                    f"{_PLACED_WITHIN_S:g} s: others use them"
+                )
+            else:
+                continue
             self._remove(full_name)
-            raise NotStartedError(
-                f"{place.node} has not given it {len(place.cores)} cores and {place.gpus} GPUs within "
-                f"{_PLACED_WITHIN_S:g} s: others use them"
-            )
+            raise NotStartedError(why)
         actor = ray.remote(InstanceActor).options(
             name=full_name,
             namespace=self._cluster.namespace,
@@ -180,6 +204,17 @@ class RayHost:
             ray.kill(handle)
         with suppress(ValueError):  # there is none
             remove_placement_group(get_placement_group(f"{self._cluster.namespace}/{full_name}"))
+
+
+@contextmanager
+def _ray_errors() -> Iterator[None]:
+    """Turn errors of Ray into HostError."""
+    import ray
+
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise HostError(f"Ray has failed: {str(error).strip() or type(error).__name__}") from error
 
 
 def _member(name: str, incarnation: int, place: Place, handle: Any) -> RayMember:
