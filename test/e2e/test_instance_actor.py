@@ -18,7 +18,6 @@ import pytest
 from sgl_batch.control_plane.instances.messages import EngineDeath, Line, Lot, Poll, Report, encode, key_of
 from sgl_batch.control_plane.instances.ray_actor import MAX_CONCURRENCY, InstanceActor, InstanceSettings
 
-pytest.importorskip("ray")
 pytestmark = pytest.mark.engine
 
 WITHIN_S = 100

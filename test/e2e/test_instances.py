@@ -46,7 +46,6 @@ def actors(server: Server) -> list[psutil.Process]:
 def test_every_line_has_one_result_although_an_instance_is_killed(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:
-    pytest.importorskip("ray")
     server = start_server("--instances", "2", "--admin-api-key", "admin")
     until(lambda: [one["phase"] for one in instances(server).values()] == ["ready", "ready"])
     assert {one["cores"] for one in instances(server).values()} == {(os.cpu_count() or 2) // 2}

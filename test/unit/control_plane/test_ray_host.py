@@ -6,13 +6,12 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+import ray
 
 from sgl_batch.control_plane.instances import ray_host
 from sgl_batch.control_plane.instances.cluster import Cluster
 from sgl_batch.control_plane.instances.host import HostError
 from sgl_batch.control_plane.instances.ray_host import RayHost
-
-ray = pytest.importorskip("ray")
 
 
 class BusyCluster:

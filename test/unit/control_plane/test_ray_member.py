@@ -7,14 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from ray import exceptions
 
-exceptions = pytest.importorskip("ray").exceptions
-
-from sgl_batch.control_plane.instances import ray_member as member_module  # noqa: E402
-from sgl_batch.control_plane.instances.member import MemberLostError  # noqa: E402
-from sgl_batch.control_plane.instances.messages import decode, encode  # noqa: E402
-from sgl_batch.control_plane.instances.ray_actor import Keys, TakeBack  # noqa: E402
-from sgl_batch.control_plane.instances.ray_member import RayMember, in_words  # noqa: E402
+from sgl_batch.control_plane.instances import ray_member as member_module
+from sgl_batch.control_plane.instances.member import MemberLostError
+from sgl_batch.control_plane.instances.messages import decode, encode
+from sgl_batch.control_plane.instances.ray_actor import Keys, TakeBack
+from sgl_batch.control_plane.instances.ray_member import RayMember, in_words
 
 UNAVAILABLE = exceptions.ActorUnavailableError("no connection", None)
 
