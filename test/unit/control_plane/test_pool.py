@@ -235,6 +235,20 @@ def test_a_drained_instance_gives_up_what_it_has_not_begun_and_ends_what_it_has(
     run(scenario())
 
 
+def test_a_drained_instance_gets_no_line_that_it_computes_for_an_earlier_server():
+    async def scenario():
+        computed = key_of(URL, pack_body(body(1)), 0)
+        drained, other = ScriptedMember("a", rate=0, computing=[computed]), ScriptedMember("b")
+        async with pool_of() as pool:
+            pool.join(other)
+            pool.join(drained, from_before=True)
+            await until(lambda: all(one.phase == "ready" for one in pool.members()))
+            await pool.drain(drained)
+            assert await answers(ask(pool, [1])) == [{"by": "b"}]
+
+    run(scenario())
+
+
 def test_without_any_instance_left_for_good_all_lines_raise_the_reason():
     async def scenario():
         async with pool_of() as pool:

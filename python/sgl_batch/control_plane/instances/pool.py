@@ -206,7 +206,7 @@ class InstancePool:
 
     def _enqueue(self, line: PoolLine) -> None:
         seat = self._table.computing(line.key)
-        if seat is not None:
+        if seat is not None and not seat.draining:
             seat.reserved.append(line)
             seat.wake.set()
         else:
@@ -357,7 +357,7 @@ class InstancePool:
 
     async def _move_lines(self, source: Seat, target: Seat, count: int) -> None:
         lines = await self._taken_back(source, count)
-        if target in self._seats:
+        if target in self._seats and not target.draining:
             target.reserved.extend(lines)
             target.wake.set()
         else:
