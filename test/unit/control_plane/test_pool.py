@@ -197,6 +197,23 @@ def test_an_instance_hears_of_the_answers_that_are_committed_and_of_those_that_n
     run(scenario())
 
 
+def test_the_next_incarnation_need_not_keep_answers_that_were_committed_when_the_last_one_had_gone():
+    async def scenario():
+        before = ScriptedMember("a")
+        async with pool_of(before) as pool:
+            first, second = await asyncio.gather(*ask(pool, [1, 2]))
+            before.lose()
+            pool.acknowledge([first.request_id])
+            await until(lambda: not pool.members())
+            pool.acknowledge([second.request_id])
+            kept = [key_of(URL, pack_body(body(number)), 0) for number in (1, 2)]
+            following = ScriptedMember("a", incarnation=2, kept=kept)
+            pool.join(following)
+            await until(lambda: sorted(following.acknowledged) == sorted(kept))
+
+    run(scenario())
+
+
 def test_at_the_end_a_slow_instance_gives_up_lines_that_it_has_not_begun():
     async def scenario():
         slow, fast = ScriptedMember("slow", rate=0), ScriptedMember("fast", rate=2)

@@ -25,6 +25,9 @@ class LineTable:
         self._collected: dict[str, tuple[Answered, Seat]] = {}
         self._computing: dict[str, Seat] = {}
         self._keepers: dict[str, tuple[Seat, str]] = {}  # by request id: who keeps the answer, and its key
+        # Answers that gone instances kept: keys by request id, and of those that are committed.
+        self._left: dict[str, str] = {}
+        self._done: set[str] = set()
 
     def open(self, url: str, body: bytes, partial_output: PartialOutput) -> PoolLine:
         """Return a new line. It is answered already where an instance has its answer from before."""
@@ -58,8 +61,9 @@ class LineTable:
         line = self._lines.get(answered.key)
         if line is not None and not line.answer.done():
             self._resolve(line, answered, seat)
-        elif line is not None or answered.key in seat.unwanted:
+        elif line is not None or answered.key in seat.unwanted or answered.key in self._done:
             seat.unwanted.discard(answered.key)
+            self._done.discard(answered.key)
             seat.committed.append(answered.key)
         else:
             self._computing.pop(answered.key, None)
@@ -72,9 +76,13 @@ class LineTable:
             if found is not None:
                 seat, key = found
                 seat.committed.append(key)
+            elif request_id in self._left:
+                self._done.add(self._left.pop(request_id))
 
     def forget(self, seat: Seat) -> None:
-        """Forget what an instance kept that has gone."""
+        """Forget an instance that has gone. The next incarnation reports again what it kept."""
+        self._done.update((*seat.sent, *seat.committed))
+        self._left.update((name, key) for name, (one, key) in self._keepers.items() if one is seat)
         self._computing = {key: one for key, one in self._computing.items() if one is not seat}
         self._keepers = {name: one for name, one in self._keepers.items() if one[0] is not seat}
 

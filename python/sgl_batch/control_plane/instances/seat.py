@@ -48,7 +48,7 @@ class Seat:
         reserved: Lines that it is to get next, before those that wait for any instance.
         group: The suspects that it runs alone.
         unwanted: Keys of lines that were cancelled; `to_cancel` are those that it has not heard of.
-        committed: Keys of answers that it need not keep, since the last poll.
+        committed: Keys of answers that it need not keep, since the last poll; `sent` went with that.
         wake: Set when it may get lines.
         empty: Set while it has no line.
     """
@@ -68,6 +68,7 @@ class Seat:
     unwanted: set[str] = field(default_factory=set)
     to_cancel: list[str] = field(default_factory=list)
     committed: list[str] = field(default_factory=list)
+    sent: tuple[str, ...] = ()
     stats: InstanceStats = field(default_factory=InstanceStats)
     after_answer: int = 0
     after_death: int = 0
@@ -82,8 +83,8 @@ class Seat:
 
     def poll(self, wait_s: float) -> Poll:
         """Return what to ask it next, with the answers that it need not keep."""
-        committed, self.committed = tuple(self.committed), []
-        return Poll(after_answer=self.after_answer, after_death=self.after_death, wait_s=wait_s, acknowledged=committed)
+        self.sent, self.committed = tuple(self.committed), []
+        return Poll(after_answer=self.after_answer, after_death=self.after_death, wait_s=wait_s, acknowledged=self.sent)
 
     def see(self, report: Report, now: float) -> None:
         """Take in its state, but not the answers, the tokens and the deaths."""
