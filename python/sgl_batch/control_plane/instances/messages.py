@@ -12,6 +12,9 @@ from sgl_batch.core.plan_rates import PlanRates
 
 M = TypeVar("M", bound=msgspec.Struct)
 
+UPDATING, OUTDATED = "updating", "outdated"
+"""Phases of an engine that is ready but takes no lines: it is brought to the state of the service, or lacks it."""
+
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
     """A request. `partial_output`: the first tokens of its answer, packed, from an instance that is gone."""
@@ -83,7 +86,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         incarnation: Whose report it is.
-        phase, message: As `EngineState` of its engine: starting, ready, stalled, restarting, failed or stopped.
+        phase, message: As `EngineState` of its engine: starting, ready, stalled, restarting, failed or stopped; or
+            UPDATING or OUTDATED.
         restarts: How often its engine was started again.
         facts: Of the ready engine, else None.
         answers: After the last one that the pool has; those of earlier incarnations first. At most some megabytes.
