@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,54 @@ def actors(server: Server) -> list[psutil.Process]:
     return [one for one in found if any("InstanceActor" in word for word in one.cmdline())]
 
 
+def control(server: Server, path: str, **body: Any) -> dict[str, Any]:
+    """Send a request to all instances, and return the answer for all."""
+    answer = requests.post(f"{server.url}{path}", json=body, headers=ADMIN, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    assert found["success"]
+    assert sorted(found["instances"]) == ["i1", "i2"]
+    return found
+
+
+def check_endpoints(client: openai.OpenAI) -> None:
+    """Ask for an answer as a whole and as a stream, of both instances: equal requests go to them in turn."""
+    body: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
+    messages: Any = [{"role": "user", "content": "Hello."}]
+    answers = [client.chat.completions.create(messages=messages, **body) for _ in range(2)]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    for _ in range(2):
+        events = list(client.chat.completions.create(messages=messages, stream=True, **body))
+        text = "".join(event.choices[0].delta.content or "" for event in events)
+        assert text == answers[0].choices[0].message.content
+        assert len(events) > 2
+
+
+def check_control(server: Server, model: Path) -> None:
+    """Pause all instances under a request, load weights, and go on."""
+    asked = {"text": "Say.", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    control(server, "/pause_generation", mode="retract")
+    with ThreadPoolExecutor(2) as clients:
+        answers = [clients.submit(requests.post, f"{server.url}/generate", json=asked, timeout=60) for _ in range(2)]
+        done = control(server, "/update_weights_from_disk", model_path=str(model), weight_version="7")
+        assert done["weight_version"] == "7"
+        assert not any(one.done() for one in answers), "both instances are paused"
+        control(server, "/continue_generation")
+        for one in answers:
+            assert one.result().json()["meta_info"]["weight_version"] == "7"
+    refused = requests.post(f"{server.url}/init_weights_update_group", json={}, headers=ADMIN, timeout=30)
+    assert refused.status_code == 501
+
+
 def test_every_line_has_one_result_although_an_instance_is_killed(
-    start_server: Callable[..., Server], tmp_path: Path
+    start_server: Callable[..., Server], tmp_path: Path, repo_root: Path
 ) -> None:
     server = start_server("--instances", "2", "--admin-api-key", "admin")
     until(lambda: [one["phase"] for one in instances(server).values()] == ["ready", "ready"])
     assert {one["cores"] for one in instances(server).values()} == {(os.cpu_count() or 2) // 2}
-    said = requests.post(f"{server.url}/v1/chat/completions", json=chat_line("x", "Hello.")["body"], timeout=60)
-    assert said.json()["usage"]["completion_tokens"], "an instance on this machine answers SGLang's endpoints"
-    assert requests.post(f"{server.url}/flush_cache", headers=ADMIN, timeout=30).status_code == 501
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    check_endpoints(client)
+    check_control(server, repo_root / "test" / "models" / "tiny-qwen3-moe")
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     file = client.files.create(file=path, purpose="batch")
@@ -67,6 +106,8 @@ def test_every_line_has_one_result_although_an_instance_is_killed(
     tokens = [one["response"]["body"]["usage"]["completion_tokens"] for one in results]
     assert tokens == [line["body"]["max_tokens"] for line in LINES]
     until(lambda: sorted(one["incarnation"] for one in instances(server).values()) == [1, 2])
+    until(lambda: {one["phase"] for one in instances(server).values()} == {"ready"})
+    assert control(server, "/flush_cache")["weight_version"] == "7", "the new engine has the weights of the other one"
     below = psutil.Process(server.process.pid).children(recursive=True)
     assert server.stop() == 0
     _, left = psutil.wait_procs(below, timeout=15)

@@ -6,9 +6,11 @@ import asyncio
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from starlette.responses import Response
+
+from sgl_batch.api.engine_endpoints import Asked, Endpoints
 from sgl_batch.api.engine_view import EngineView
 from sgl_batch.api.supervisor import EngineState
-from sgl_batch.engine.engine_process import EngineHttp
 from sgl_batch.jobs.line_engine import EngineSource
 
 
@@ -20,7 +22,8 @@ class InstanceRow:
         incarnation: How often it was started; `restarts`: how often its engine was started again since.
         node: Its name; "" without one.
         cores, gpus: What it has of the node.
-        phase: That of its engine, or waiting (for a node), draining, drained or removing.
+        phase: That of its engine, or waiting (for a node), draining, drained or removing; updating while its engine
+            gets the weights of the others, outdated where it could not.
         message: Why it is not ready, where that is known.
         in_flight, answered: Lines that it has, and that this incarnation has answered.
         lines_per_s: How fast it answers; 0 where it is not known yet.
@@ -63,6 +66,14 @@ class InstanceControl(Protocol):
         ...
 
 
+class EnginesControl(Protocol):
+    """Answers the requests that control an engine, where there are several."""
+
+    async def control(self, path: str, asked: Asked) -> Response:
+        """Send a request to all engines, and return one answer for all."""
+        ...
+
+
 class EngineKeeper(EngineSource, Protocol):
     """Keeps an engine running, or several as if they were one. It is the `EngineSource` of the jobs."""
 
@@ -81,9 +92,13 @@ class EngineKeeper(EngineSource, Protocol):
         """Whether the engine refuses the command line, so that no start can help."""
         ...
 
+    def endpoints(self) -> Endpoints | None:
+        """Return SGLang's endpoints of the engine that is to answer the next request; None while there are none."""
+        ...
+
     @property
-    def http(self) -> EngineHttp | None:
-        """Where SGLang's endpoints are, or None while there are none."""
+    def control(self) -> EnginesControl | None:
+        """What answers requests that control an engine, or None where there is one engine, which gets them itself."""
         ...
 
     @property

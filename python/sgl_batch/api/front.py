@@ -78,8 +78,7 @@ async def _serve(options: FrontOptions, make_keeper: KeeperFactory, listener: so
         _check_socket_length(directory)
         keeper = make_keeper(options, owned.path)
         service = BatchService(options.service, keeper, num_engines=lambda: keeper.num_engines)
-        engine = PassThrough(lambda: keeper.http, lambda: keeper.state, lambda: keeper.num_engines)
-        ending.push_async_callback(engine.close)
+        engine = PassThrough(keeper.endpoints, lambda: keeper.state, keeper.control)
         rules = AccessRules(
             api_key=options.api_key,
             admin_api_key=options.admin_api_key,

@@ -145,7 +145,8 @@ def metrics_router(snapshot: Callable[[], ServiceSnapshot], keeper: EngineKeeper
     @router.get("/metrics")
     async def metrics() -> Response:
         own = generate_latest(registry)
-        engines = await engine.fetch("/metrics", _ENGINE_WITHIN_S)
+        # Counters of one of several engines, now of this one and now of that, would say nothing.
+        engines = await engine.fetch("/metrics", _ENGINE_WITHIN_S) if keeper.instances is None else None
         return Response(own + (engines or b""), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router

@@ -11,15 +11,14 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import aiohttp
 from starlette.types import Message, Receive, Scope, Send
-from yarl import URL
 
 from sgl_batch.api.auth import is_for_admin
 from sgl_batch.api.engine_answers import as_openai_error, without_secrets
+from sgl_batch.api.engine_endpoints import Answer, Asked, Endpoints, EndpointsGoneError, header, media_type
+from sgl_batch.api.engine_keeper import EnginesControl
 from sgl_batch.api.errors import error_body, error_response
 from sgl_batch.api.supervisor import EngineState
-from sgl_batch.engine.engine_process import EngineHttp
 
 logger = logging.getLogger(__name__)
 
@@ -41,75 +40,50 @@ class ClientGoneError(Exception):
 class PassThrough:
     """An ASGI app over the engine that runs now.
 
-    `http` returns its address, and `state` says why there is none. `num_engines`: with several engines, requests that
-    control an engine are refused, because they would reach one of them only.
+    `endpoints` returns those of the engine that gets the next request, and `state` says why there are none. `control`:
+    with several engines, it takes the requests that control an engine, because they are for all of them.
     """
 
     def __init__(
         self,
-        http: Callable[[], EngineHttp | None],
+        endpoints: Callable[[], Endpoints | None],
         state: Callable[[], EngineState],
-        num_engines: Callable[[], int] = lambda: 1,
+        control: EnginesControl | None = None,
     ) -> None:
-        self._http, self._state, self._num_engines = http, state, num_engines
-        self._session: aiohttp.ClientSession | None = None
-
-    async def close(self) -> None:
-        """Give up the requests in progress."""
-        if self._session is not None:
-            await self._session.close()
+        self._endpoints, self._state, self._control = endpoints, state, control
 
     async def fetch(self, path: str, timeout_s: float) -> bytes | None:
         """Return the engine's answer to a GET, or None unless it is a 200 in time."""
-        http = self._http()
-        if http is None:
+        endpoints = self._endpoints()
+        if endpoints is None:
             return None
         try:
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            headers = {"Authorization": f"Bearer {http.api_key}"}
-            async with self._client().get(http.base_url + path, headers=headers, timeout=timeout) as answer:
-                return await answer.read() if answer.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(timeout_s), endpoints.request(Asked(method="GET", target=path)) as answer:
+                return b"".join([chunk async for chunk in answer.chunks()]) if answer.status == 200 else None
+        except (EndpointsGoneError, TimeoutError):
             return None
-
-    def _client(self) -> aiohttp.ClientSession:
-        """Return the HTTP client. Each request has its own connection: a kept one may close as it is used again."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-                auto_decompress=False,
-                skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type"),
-            )
-        return self._session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1003})
             return
-        if self._num_engines() > 1 and is_for_admin(scope["path"]):
-            message = f"{scope['path']} would control one of {self._num_engines()} instances only, and is not answered"
-            await error_response(501, message, code="many_instances")(scope, receive, send)
-            return
-        http = self._http()
-        if http is None:
-            await self._absent(scope, receive, send)
-            return
-        exchange = _Exchange(self._client(), http, scope, receive, send)
+        exchange = _Exchange(scope, receive, send)
         try:
-            await exchange.run()
+            if self._control is not None and is_for_admin(scope["path"]):
+                response = await self._control.control(scope["path"], exchange.asked())
+                await response(scope, receive, send)
+            elif (endpoints := self._endpoints()) is not None:
+                await exchange.run(endpoints)
+            else:
+                await self._absent(scope, receive, send)
         except ClientGoneError:
             return
-        except aiohttp.ClientError as error:
-            await exchange.break_off(f"the engine did not answer: {error or type(error).__name__}")
+        except EndpointsGoneError as error:
+            await exchange.break_off(f"the engine did not answer: {error}")
 
     async def _absent(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state()
         message = f"the engine is {state.phase}" + (f": {state.message}" if state.message else "")
-        if state.phase == "ready":
-            message = (
-                "no ready instance runs on the server's own machine, and only such a one answers SGLang's endpoints"
-            )
         headers = {} if state.phase == "failed" else {"Retry-After": str(_RETRY_AFTER_S)}
         await error_response(503, message, code="engine_unavailable", headers=headers)(scope, receive, send)
 
@@ -117,17 +91,14 @@ class PassThrough:
 class _Exchange:
     """One request to the engine, and its answer."""
 
-    def __init__(
-        self, client: aiohttp.ClientSession, http: EngineHttp, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        self._client, self._http = client, http
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._asked = asyncio.Event()
         self._begun_as: str | None = None
 
-    async def run(self) -> None:
-        """Run the exchange. Raises ClientGoneError, or aiohttp's errors for the engine's side."""
-        working = asyncio.ensure_future(self._work())
+    async def run(self, endpoints: Endpoints) -> None:
+        """Run the exchange. Raises ClientGoneError, or EndpointsGoneError for the engine's side."""
+        working = asyncio.ensure_future(self._work(endpoints))
         watching = asyncio.ensure_future(self._client_goes())
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -155,40 +126,40 @@ class _Exchange:
                 self._asked.set()
                 return
 
-    async def _work(self) -> None:
+    def asked(self) -> Asked:
+        """Return the request as the engine gets it. Its body is read once, and raises ClientGoneError."""
         scope = self._scope
-        headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_ASKED]
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
         if not has_body:
             self._asked.set()
         query = scope["query_string"]
-        target = scope["raw_path"] + (b"?" + query if query else b"")
-        asked = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-        asked["Authorization"] = f"Bearer {self._http.api_key}"
-        async with self._client.request(
-            scope["method"],
-            URL(self._http.base_url + target.decode("latin-1"), encoded=True),
-            headers=asked,
-            data=self._body() if has_body else None,
-            allow_redirects=False,
-        ) as answer:
+        return Asked(
+            method=scope["method"],
+            target=(scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1"),
+            headers=tuple((name, value) for name, value in scope["headers"] if name not in _NOT_ASKED),
+            body=self._body() if has_body else None,
+        )
+
+    async def _work(self, endpoints: Endpoints) -> None:
+        async with endpoints.request(self.asked()) as answer:
             await self._answer(answer)
 
-    async def _answer(self, answer: aiohttp.ClientResponse) -> None:
+    async def _answer(self, answer: Answer) -> None:
         change = self._change(answer)
-        if change is not None and (answer.content_length or 0) <= _MAX_CHANGED_BYTES:
-            content = json.dumps(change(json.loads(await answer.read()))).encode()
+        if change is not None and int(header(answer.headers, b"content-length") or 0) <= _MAX_CHANGED_BYTES:
+            body = b"".join([chunk async for chunk in answer.chunks()])
+            content = json.dumps(change(json.loads(body))).encode()
             await self._begin(answer, length=len(content))
             await self._send({"type": "http.response.body", "body": content})
             return
         await self._begin(answer)
-        async for chunk in answer.content.iter_any():
+        async for chunk in answer.chunks():
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 
-    def _change(self, answer: aiohttp.ClientResponse) -> Callable[[Any], Any] | None:
+    def _change(self, answer: Answer) -> Callable[[Any], Any] | None:
         """Return the change that an answer needs, or None where it goes through unchanged."""
-        if answer.content_type != "application/json" or answer.headers.get("Content-Encoding"):
+        if media_type(answer.headers) != "application/json" or header(answer.headers, b"content-encoding"):
             return None
         if self._scope["path"] in _SECRET_PATHS:
             return without_secrets
@@ -196,16 +167,16 @@ class _Exchange:
             return lambda content: as_openai_error(answer.status, content)
         return None
 
-    async def _begin(self, answer: aiohttp.ClientResponse, length: int | None = None) -> None:
+    async def _begin(self, answer: Answer, length: int | None = None) -> None:
         headers = [
             (name.lower(), value)
-            for name, value in answer.raw_headers
+            for name, value in answer.headers
             if name.lower() not in _NOT_ANSWERED and not name.lower().startswith(_CROSS_ORIGIN)
         ]
         if length is not None:
             headers = [(name, value) for name, value in headers if name != b"content-length"]
             headers.append((b"content-length", str(length).encode()))
-        self._begun_as = answer.content_type
+        self._begun_as = media_type(answer.headers)
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
     async def break_off(self, message: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_batch.api.engine_endpoints import LoopbackEndpoints
 from sgl_batch.api.engine_view import EngineView
 from sgl_batch.api.progress_watch import ProgressWatch
 from sgl_batch.api.restart_policy import RestartPolicy, SessionEnd
@@ -68,6 +69,8 @@ class EngineSupervisor:
         self.is_refused = False
         self.num_engines = 1
         self.instances = None
+        self.control = None
+        self._endpoints: LoopbackEndpoints | None = None
 
     # For the jobs.
 
@@ -93,6 +96,10 @@ class EngineSupervisor:
     def http(self) -> EngineHttp | None:
         """Where the endpoints of the ready engine are, or None."""
         return self._process.http if self._ready is not None and self._process is not None else None
+
+    def endpoints(self) -> LoopbackEndpoints | None:
+        """Return the endpoints of the ready engine, or None."""
+        return self._endpoints if self._ready is not None else None
 
     # For the server.
 
@@ -141,11 +148,13 @@ class EngineSupervisor:
             ready_at.append(time.monotonic())
             arrived.set()
 
+        self._endpoints = LoopbackEndpoints(process.http)
         watching = asyncio.create_task(self._watch(process, arrived))
         try:
             failure = await process.run(on_ready)
         finally:
             self._ready = None
+            await self._endpoints.close()
             watching.cancel()
             await asyncio.wait({watching})
         if not watching.cancelled():

@@ -67,7 +67,7 @@ async def serving(directory: Path, **keys: str) -> AsyncIterator[Client]:
     """Serve the app over a service in `directory` and an engine that has not started."""
     supervisor = EngineSupervisor(("never-started",), directory, stall_s=0, restart_stalled=False)
     service = BatchService(ServiceSettings(jobs_dir=directory / "jobs", max_file_bytes=MAX_FILE_BYTES), supervisor)
-    engine = PassThrough(lambda: supervisor.http, lambda: supervisor.state)
+    engine = PassThrough(supervisor.endpoints, lambda: supervisor.state)
     rules = AccessRules(api_key=keys.get("api_key"), admin_api_key=keys.get("admin_api_key"), host="127.0.0.1")
     await service.start()
     try:
@@ -77,7 +77,6 @@ async def serving(directory: Path, **keys: str) -> AsyncIterator[Client]:
         ):
             yield Client(session, url, directory / "jobs")
     finally:
-        await engine.close()
         await service.stop()
 
 

@@ -13,8 +13,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 from served_app import served
+from starlette.responses import Response
 from yarl import URL
 
+from sgl_batch.api.engine_endpoints import Asked, LoopbackEndpoints
+from sgl_batch.api.engine_keeper import EnginesControl
 from sgl_batch.api.pass_through import PassThrough
 from sgl_batch.api.supervisor import EngineState
 from sgl_batch.engine.engine_process import EngineHttp
@@ -78,7 +81,7 @@ class Upstream:
 
 @asynccontextmanager
 async def passing(
-    phase: str = "ready", num_engines: int = 1
+    phase: str = "ready", control: EnginesControl | None = None
 ) -> AsyncIterator[tuple[Upstream, str, aiohttp.ClientSession]]:
     """Serve an upstream behind a pass-through, with a client in front of it."""
     upstream = Upstream()
@@ -88,13 +91,14 @@ async def passing(
     await site.start()
     http = EngineHttp(base_url=f"http://127.0.0.1:{runner.addresses[0][1]}", api_key=KEY)
     state = EngineState(phase=phase, message="no memory" if phase == "failed" else None, since=0, restarts=0)
-    engine = PassThrough(lambda: http if phase == "ready" else None, lambda: state, lambda: num_engines)
+    endpoints = LoopbackEndpoints(http)
+    engine = PassThrough(lambda: endpoints if phase == "ready" else None, lambda: state, control)
     try:
         async with served(engine) as url, aiohttp.ClientSession(auto_decompress=False) as client:
             yield upstream, url, client
     finally:
         upstream.can_resume.set()
-        await engine.close()
+        await endpoints.close()
         await runner.cleanup()
 
 
@@ -124,13 +128,28 @@ def test_a_request_and_its_answer_go_through_as_they_are() -> None:
     run(scenario)
 
 
-def test_control_of_one_of_several_engines_is_refused() -> None:
+class Control:
+    """Takes requests that control engines."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, bytes]] = []
+
+    async def control(self, path: str, asked: Asked) -> Response:
+        assert asked.body is not None
+        assert not isinstance(asked.body, bytes)
+        self.seen.append((path, asked.target, b"".join([chunk async for chunk in asked.body])))
+        return Response(b"all", 207)
+
+
+def test_control_of_several_engines_goes_another_way() -> None:
     async def scenario() -> None:
-        async with passing(num_engines=2) as (upstream, url, client):
-            async with client.post(f"{url}/update_weights_from_disk", data=b"{}") as answer:
-                assert (answer.status, (await answer.json())["error"]["code"]) == (501, "many_instances")
+        control = Control()
+        async with passing(control=control) as (upstream, url, client):
+            async with client.post(f"{url}/pause_generation?a=1", data=b"{}") as answer:
+                assert (answer.status, await answer.read()) == (207, b"all")
             async with client.post(f"{url}/generate", data=b"{}") as answer:
                 assert answer.status == 400
+            assert control.seen == [("/pause_generation", "/pause_generation?a=1", b"{}")]
             assert len(upstream.seen) == 1
 
     run(scenario)
@@ -222,7 +241,8 @@ def test_without_an_engine_the_answer_is_503_with_the_reason(phase: str) -> None
 def test_an_engine_that_does_not_listen_is_a_502() -> None:
     async def scenario() -> None:
         state = EngineState(phase="ready", message=None, since=time.time(), restarts=0)
-        engine = PassThrough(lambda: EngineHttp(base_url="http://127.0.0.1:1", api_key=KEY), lambda: state)
+        endpoints = LoopbackEndpoints(EngineHttp(base_url="http://127.0.0.1:1", api_key=KEY))
+        engine = PassThrough(lambda: endpoints, lambda: state)
         async with (
             served(engine) as url,
             aiohttp.ClientSession() as client,
@@ -230,6 +250,6 @@ def test_an_engine_that_does_not_listen_is_a_502() -> None:
         ):
             assert answer.status == 502
             assert (await answer.json())["error"]["code"] == "engine_gone"
-        await engine.close()
+        await endpoints.close()
 
     run(scenario)

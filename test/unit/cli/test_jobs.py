@@ -54,14 +54,13 @@ class Running:
         supervisor = EngineSupervisor(("never-started",), self._directory, stall_s=0, restart_stalled=False)
         source = ScriptedSource(self._script)
         service = BatchService(ServiceSettings(jobs_dir=self._directory / "jobs"), source, tick_s=0.01)
-        engine = PassThrough(lambda: supervisor.http, lambda: supervisor.state)
+        engine = PassThrough(supervisor.endpoints, lambda: supervisor.state)
         rules = AccessRules(api_key=KEY, admin_api_key=None, host="127.0.0.1")
         await service.start()
         async with served(make_app(service, supervisor, engine, rules)) as url:
             self.url = f"{url}/v1"
             self._ready.set()
             await asyncio.to_thread(self._end.wait)
-        await engine.close()
         await service.stop()
 
     def __enter__(self) -> Running:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
 
+from sgl_batch.control_plane.instances.http_messages import Controlled
 from sgl_batch.control_plane.instances.member import MemberLostError
 from sgl_batch.control_plane.instances.messages import Answered, EngineDeath, EngineFacts, Report, Tokens
 
@@ -23,6 +25,11 @@ class ScriptedMember:
         self.tokens = {}
         self.code = None
         self.is_lost = self.engine_is_down = False
+        self.phase, self.state = "ready", None
+        self.controls = []
+        self.refuses = {}
+        self.version = "v0"
+        self.calls = None
 
     def lose(self):
         self.is_lost = True
@@ -54,7 +61,7 @@ class ScriptedMember:
             self.answers.append(Answered(len(self.answers) + 1, key, 200, f"req-{self.name}-{key}", body))
         return Report(
             incarnation=self.incarnation,
-            phase="ready",
+            phase=self.phase,
             restarts=len(self.deaths),
             facts=EngineFacts(("tiny",)),
             answers=tuple(self.answers[poll.after_answer :]),
@@ -84,6 +91,31 @@ class ScriptedMember:
     async def known(self):
         self._check()
         return tuple(self.running)
+
+    async def adopt(self, state):
+        self._check()
+        self.state = state
+
+    async def control(self, control):
+        """Answer 200, or with the status of the path in `refuses`; 0 stands for an engine that is not ready."""
+        self._check()
+        self.controls.append(control)
+        status = self.refuses.get(control.request.target, 200)
+        body = json.dumps({"success": status == 200, "message": f"{self.name} says {status}"}).encode()
+        found = Controlled(status=status, content_type="application/json", body=body, weight_version=self.version)
+        return found if status else Controlled(status=0, body=b"not ready")
+
+    async def http(self, request):
+        self._check()
+        return await self.calls.begin(request)
+
+    async def http_more(self, asked):
+        self._check()
+        return await self.calls.more(asked)
+
+    async def http_end(self, call):
+        self._check()
+        self.calls.end(call)
 
     async def stop(self):
         self.lose()

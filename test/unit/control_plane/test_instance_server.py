@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_batch.api.engine_endpoints import Endpoints
 from sgl_batch.api.engine_view import EngineView
 from sgl_batch.api.supervisor import EngineState
 from sgl_batch.control_plane.instances import instance_server as server_module
@@ -59,10 +60,14 @@ class FakeSupervisor:
     def __init__(self) -> None:
         self.view = EngineView()
         self.engine: FakeEngine | None = FakeEngine()
+        self.http: Endpoints | None = None
         self.state = EngineState(phase="ready", message=None, since=0.0, restarts=0, forward="ours")
 
     def current(self) -> FakeEngine | None:
         return self.engine
+
+    def endpoints(self) -> Endpoints | None:
+        return self.http
 
     def set_phase(self, phase: str, message: str | None = None, restarts: int = 0) -> None:
         self.state = EngineState(phase=phase, message=message, since=0.0, restarts=restarts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -61,9 +61,6 @@ class FakeHost:
     def kill(self, name: str, incarnation: int) -> None:
         """End a member without its keeper: its place is not free."""
         del self.alive[name, incarnation]
-
-    async def http(self, members: Collection[tuple[str, int]]) -> None:
-        return None
 
     async def forget(self, name: str, place: Place) -> None:
         self.forgotten.append(name)

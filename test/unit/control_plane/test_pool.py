@@ -278,3 +278,48 @@ def test_without_any_instance_left_for_good_all_lines_raise_the_reason():
                 await pool.respond(URL, body(9))
 
     run(scenario())
+
+
+def test_an_instance_is_prepared_before_it_gets_lines_and_gets_none_while_it_is_outdated():
+    async def scenario():
+        late, other = ScriptedMember("a"), ScriptedMember("b")
+        late.phase = "outdated"
+        prepared = []
+
+        async def prepare(member):
+            assert not member.lots
+            prepared.append(member.name)
+
+        async with pool_of(late, other, prepare=prepare) as pool:
+            found = await answers(ask(pool, range(20)))
+            assert {one["by"] for one in found} == {"b"}
+            assert [member for member, _ in pool.loads()] == [other]
+            assert pool.all_members() == [late, other]
+            late.phase, other.phase = "ready", "outdated"
+            await until(lambda: [member for member, _ in pool.loads()] == [late])
+            found = await answers(ask(pool, range(20, 40)))
+            assert {one["by"] for one in found} == {"a"}
+        assert sorted(prepared) == ["a", "b"]
+
+    run(scenario())
+
+
+def test_lines_begin_anew_elsewhere_once_their_tokens_are_forgotten():
+    async def scenario():
+        lost = ScriptedMember("a", rate=0)
+        async with pool_of(lost) as pool:
+            partial = PartialOutput()
+            asked = asyncio.ensure_future(pool.respond(URL, body(1), partial))
+            await until(lambda: lost.running)
+            lost.tokens = {key: [5, 6, 7] for key in lost.running}
+            await until(lambda: len(partial) == 3)
+            lost.tokens = {}
+            await asyncio.sleep(0.01)
+            pool.forget_tokens()
+            assert len(partial) == 0
+            lost.lose()
+            pool.join(ScriptedMember("b"))
+            assert (await asked).body == {"by": "b"}
+            assert len(partial) == 0
+
+    run(scenario())

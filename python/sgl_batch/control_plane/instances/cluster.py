@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,6 @@ class Cluster:
     def __init__(self, namespace: str, *, is_own: bool) -> None:
         self.namespace, self.is_own = namespace, is_own
         self._facts: dict[str, NodeFacts] = {}
-
-    @cached_property
-    def own_node(self) -> str:
-        """The id of the node over which this process takes part."""
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
 
     def nodes(self, model: str | None) -> list[Node]:
         """Return the living nodes. It blocks; nodes that were not seen before are looked at, at most a minute.

@@ -12,12 +12,14 @@ from sgl_batch.api.engine_view import EngineView
 from sgl_batch.api.supervisor import EngineState
 from sgl_batch.control_plane.instances.host import Host, PoolCalls
 from sgl_batch.control_plane.instances.instance import InstanceView
+from sgl_batch.control_plane.instances.instance_endpoints import InstanceEndpoints, MemberEndpoints
 from sgl_batch.control_plane.instances.keeper import InstanceKeeper
 from sgl_batch.control_plane.instances.placement import Needs
 from sgl_batch.control_plane.instances.pool import InstancePool
 from sgl_batch.control_plane.instances.records import InstanceRecords
 from sgl_batch.control_plane.instances.seat import MemberView
-from sgl_batch.engine.engine_process import EngineHttp
+from sgl_batch.control_plane.instances.service_control import ServiceControl
+from sgl_batch.control_plane.instances.service_state import ServiceState
 from sgl_batch.errors import EngineError
 from sgl_batch.jobs.batch_service.settings import DEFAULT_MAX_IN_FLIGHT
 
@@ -52,10 +54,16 @@ class InstanceEngines:
         depth: int = DEFAULT_MAX_IN_FLIGHT,
         is_run: bool = False,
     ) -> None:
-        self._host = host
-        self._http_of: set[tuple[str, int, int]] = set()
         self._close, self._outlive, self._is_run = close, outlive, is_run
-        self._pool = InstancePool(depth=depth)
+        self._pool = InstancePool(depth=depth, prepare=lambda member: self.control.prepare(member))
+        self._endpoints = InstanceEndpoints(self._pool.loads)
+        self.control = ServiceControl(
+            self._pool.all_members,
+            self._pool.forget_tokens,
+            # The engines of a cluster of its own end with the server.
+            state=records.state if outlive else ServiceState(),
+            keep=records.keep_state,
+        )
         calls = PoolCalls(
             joined=lambda member, from_before: self._pool.join(member, from_before=from_before),
             left=self._pool.leave,
@@ -68,7 +76,6 @@ class InstanceEngines:
         self._was_ready = self._is_stopped = False
         self.view = EngineView()
         self.is_refused = False
-        self.http: EngineHttp | None = None
         self.instances = _Control(self._keeper, self.rows)
 
     # For the jobs.
@@ -87,6 +94,10 @@ class InstanceEngines:
         return max(1, sum(one.phase == "ready" for one in self._pool.members()))
 
     # For HTTP.
+
+    def endpoints(self) -> MemberEndpoints | None:
+        """Return the endpoints of the instance that is to answer the next request; None while none is ready."""
+        return self._endpoints.choose()
 
     def rows(self) -> list[InstanceRow]:
         """Return the instances for people."""
@@ -134,7 +145,6 @@ class InstanceEngines:
             await asyncio.sleep(_LOOK_EVERY_S)
             self.view.add(await self._pool.stats(), time.time())
             rows = self.rows()
-            await self._find_http([row for row in rows if row.phase == "ready"])
             self._was_ready = self._was_ready or any(row.phase == "ready" for row in rows)
             if not self._was_ready and rows and all(row.phase == "failed" and not row.restarts for row in rows):
                 # An engine that can be started again is.
@@ -144,13 +154,6 @@ class InstanceEngines:
             state = self.state
             if self._is_run and state.phase == "failed":
                 self._pool.fail(EngineError(f"all instances have failed: {state.message}", code=INSTANCES_FAILED))
-
-    async def _find_http(self, ready: list[InstanceRow]) -> None:
-        """Find where SGLang's endpoints are, when other engines than before are ready."""
-        engines = {(row.name, row.incarnation, row.restarts) for row in ready}
-        if engines != self._http_of or (self.http is None and engines):
-            self.http = await self._host.http([(row.name, row.incarnation) for row in ready])
-            self._http_of = engines
 
 
 class _Control:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from sgl_batch.control_plane.instances.member import Member
 from sgl_batch.control_plane.instances.placement import Node, Place
 from sgl_batch.control_plane.instances.records import Known
-from sgl_batch.engine.engine_process import EngineHttp
 from sgl_batch.errors import SglBatchError
 
 
@@ -38,10 +37,6 @@ class Host(Protocol):
 
     async def end(self, name: str, incarnation: int) -> None:
         """End an incarnation, and free its place. Idempotent."""
-        ...
-
-    async def http(self, members: Collection[tuple[str, int]]) -> EngineHttp | None:
-        """Return where SGLang's endpoints are of one of these incarnations that runs on this process's node."""
         ...
 
     async def forget(self, name: str, place: Place) -> None:

@@ -9,12 +9,18 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
+from sgl_batch.api.engine_endpoints import Endpoints
 from sgl_batch.api.engine_view import EngineView
 from sgl_batch.api.supervisor import EngineState
 from sgl_batch.control_plane.instances.engine_lines import EngineLines, LineInFlight, PackedEngine
+from sgl_batch.control_plane.instances.engine_preparation import PreparedEngine
+from sgl_batch.control_plane.instances.http_calls import HttpCalls
+from sgl_batch.control_plane.instances.http_messages import Control, Controlled, HttpMore, HttpPart, HttpRequest
 from sgl_batch.control_plane.instances.messages import EngineDeath, EngineFacts, Lot, Poll, Report, Tokens
+from sgl_batch.control_plane.instances.service_state import ServiceState
 from sgl_batch.control_plane.instances.spool import Spool
 from sgl_batch.errors import EngineError
 
@@ -39,6 +45,10 @@ class Supervisor(Protocol):
 
     def current(self) -> PackedEngine | None:
         """Return the engine that is ready now, or None."""
+        ...
+
+    def endpoints(self) -> Endpoints | None:
+        """Return SGLang's endpoints of the ready engine, or None."""
         ...
 
     def start(self) -> asyncio.Task[None]:
@@ -81,6 +91,8 @@ class InstanceServer:
         self._reported: object = None
         self._supervising: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._engine = PreparedEngine(supervisor, self._news.set)
+        self._calls = HttpCalls(lambda: supervisor.endpoints() if self._engine.current() is not None else None)
         spool.on_news = self._news.set
         spool.on_lost = lambda key, why: self._note_death(why, ANSWER_LOST, (key,))
 
@@ -92,7 +104,7 @@ class InstanceServer:
 
     async def submit(self, lot: Lot) -> bool:
         """Take lines, or return False where no engine is ready."""
-        engine = self._supervisor.current()
+        engine = self._engine.current()
         if engine is None or self._lines.is_dead(engine) or self._is_stopping:
             return False
         for line in lot.lines:
@@ -141,8 +153,31 @@ class InstanceServer:
     async def stop(self) -> None:
         """End the engine, and wait until the disk has all answers."""
         self._is_stopping = True
+        self._engine.close()
         await self._supervisor.stop()
         await self._spool.close(_SPOOL_WITHIN_S)
+
+    # SGLang's endpoints.
+
+    async def http(self, request: HttpRequest) -> HttpPart:
+        """Send a request to the engine, and return the first part of its answer."""
+        return await self._calls.begin(request)
+
+    async def http_more(self, asked: HttpMore) -> HttpPart:
+        """Return another part of an answer."""
+        return await self._calls.more(asked)
+
+    async def http_end(self, call: str) -> None:
+        """Abort a request, or forget one whose answer is read."""
+        self._calls.end(call)
+
+    async def adopt(self, state: ServiceState) -> None:
+        """Give all engines the state of the service before they take lines."""
+        self._engine.adopt(state)
+
+    async def control(self, control: Control) -> Controlled:
+        """Send the engine a request that controls it."""
+        return await self._engine.control(control)
 
     # What engines give.
 
@@ -162,7 +197,7 @@ class InstanceServer:
     async def _report(self, poll: Poll) -> Report:
         answers = await self._spool.unacknowledged(poll.after_answer, _ANSWER_BYTES)
         tokens = self._new_tokens()
-        state, engine = self._state(), self._supervisor.current()
+        engine, state = self._engine.current(), self._state()
         facts = None
         if engine is not None:
             facts = EngineFacts(tuple(engine.served_model_names), state.forward or "", engine.plan_rates)
@@ -201,6 +236,9 @@ class InstanceServer:
         """Return the state of the engine, also where its supervisor has ended by a fault of the program."""
         state, ended = self._supervisor.state, self._supervising
         fault = ended.exception() if ended is not None and ended.done() and not ended.cancelled() else None
+        unprepared = self._engine.phase
+        if fault is None and unprepared is not None:
+            return replace(state, phase=unprepared[0], message=unprepared[1])
         if fault is None:
             return state
         message = f"the supervisor of the engine failed: {type(fault).__name__}: {fault}"

@@ -86,6 +86,11 @@ class LineTable:
         self._computing = {key: one for key, one in self._computing.items() if one is not seat}
         self._keepers = {name: one for name, one in self._keepers.items() if one[0] is not seat}
 
+    def forget_tokens(self) -> None:
+        """Let all lines begin anew when they go on elsewhere."""
+        for line in self._lines.values():
+            line.partial_output.cut(0)
+
     def fail(self, error: EngineError) -> None:
         """Let all lines raise an error."""
         for line in self._lines.values():

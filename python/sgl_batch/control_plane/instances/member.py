@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from sgl_batch.control_plane.instances.http_messages import Control, Controlled, HttpMore, HttpPart, HttpRequest
 from sgl_batch.control_plane.instances.messages import Lot, Poll, Report
+from sgl_batch.control_plane.instances.service_state import ServiceState
 from sgl_batch.errors import SglBatchError
 
 
@@ -49,6 +51,26 @@ class Member(Protocol):
 
     async def known(self) -> tuple[str, ...]:
         """Return the keys of the lines that its engine computes now."""
+        ...
+
+    async def adopt(self, state: ServiceState) -> None:
+        """Give each of its engines this state before it takes lines: the one that it has now, and later ones."""
+        ...
+
+    async def control(self, control: Control) -> Controlled:
+        """Send its engine a request that controls it, and return the whole answer."""
+        ...
+
+    async def http(self, request: HttpRequest) -> HttpPart:
+        """Send its engine another request, and return the first part of the answer."""
+        ...
+
+    async def http_more(self, asked: HttpMore) -> HttpPart:
+        """Return another part of an answer."""
+        ...
+
+    async def http_end(self, call: str) -> None:
+        """Abort a request, or forget one whose answer is read."""
         ...
 
     async def stop(self) -> None:

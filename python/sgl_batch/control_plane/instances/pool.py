@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 
 from sgl_batch.control_plane.instances.answer_rate import AnswerRate
 from sgl_batch.control_plane.instances.line_table import LineTable
 from sgl_batch.control_plane.instances.member import Member, MemberLostError
-from sgl_batch.control_plane.instances.messages import EngineDeath, Lot, Report
+from sgl_batch.control_plane.instances.messages import OUTDATED, EngineDeath, Lot, Report
 from sgl_batch.control_plane.instances.pool_line import PoolLine
 from sgl_batch.control_plane.instances.quarantine import Quarantine
 from sgl_batch.control_plane.instances.seat import MemberView, Seat
@@ -38,9 +38,14 @@ _PAUSE_S = 0.1
 _SMALL_LOT = 64
 
 Lost = Callable[[Member, str], None]
+Prepare = Callable[[Member], Awaitable[None]]
 
 
 def _ignore(member: Member, reason: str) -> None:
+    pass
+
+
+async def _as_it_is(member: Member) -> None:
     pass
 
 
@@ -52,6 +57,7 @@ class InstancePool:
     Args:
         depth: The most lines that an instance has at a time.
         on_lost: Called with a member that was found gone, and why, once the pool has left it.
+        prepare: Called with a member before it is asked whether it takes lines.
         clock: Seconds.
     """
 
@@ -60,10 +66,11 @@ class InstancePool:
         *,
         depth: int = DEFAULT_MAX_IN_FLIGHT,
         on_lost: Lost = _ignore,
+        prepare: Prepare = _as_it_is,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._depth, self._clock = depth, clock
-        self.on_lost = on_lost
+        self.on_lost, self._prepare = on_lost, prepare
         self._seats: list[Seat] = []
         self._table = LineTable()
         self._waiting: deque[PoolLine] = deque()
@@ -174,8 +181,7 @@ class InstancePool:
         if seat is None:
             return
         seat.draining = True
-        self._waiting.extendleft(seat.reserved)
-        seat.reserved.clear()
+        self._release(seat)
         if any(not one.draining for one in self._seats):
             with suppress(MemberLostError):
                 self._waiting.extend(await self._taken_back(seat, len(seat.given)))
@@ -186,6 +192,18 @@ class InstancePool:
     def members(self) -> list[MemberView]:
         """Return the instances for people."""
         return [one.view() for one in self._seats]
+
+    def all_members(self) -> list[Member]:
+        """Return all instances, ready or not."""
+        return [one.member for one in self._seats]
+
+    def loads(self) -> list[tuple[Member, int]]:
+        """Return the ready instances, and how many lines each has."""
+        return [(one.member, len(one.given)) for one in self._ready()]
+
+    def forget_tokens(self) -> None:
+        """Let no line go on from tokens that it has now: they are of other weights."""
+        self._table.forget_tokens()
 
     def fail(self, error: EngineError) -> None:
         """Give up: there will be no instance any more. All lines raise this error."""
@@ -282,6 +300,11 @@ class InstancePool:
         ready = self._ready()
         return next((one for one in ready if one.group is not None), None) or min(ready, key=lambda one: len(one.given))
 
+    def _release(self, seat: Seat) -> None:
+        """Let lines go elsewhere that were to go to an instance next."""
+        self._waiting.extendleft(reversed(seat.reserved))
+        seat.reserved.clear()
+
     def _not_taken(self, seat: Seat, lines: list[PoolLine]) -> None:
         back = [line for line in lines if seat.take(line.key) is not None and not line.answer.done()]
         if seat.group is not None:
@@ -294,6 +317,7 @@ class InstancePool:
     # What instances report.
 
     async def _watch(self, seat: Seat) -> None:
+        await self._prepare(seat.member)
         self._table.found(seat, await seat.member.known())
         while True:
             began = self._clock()
@@ -316,6 +340,8 @@ class InstancePool:
             self._table.answered(seat, answered)
         for death in report.deaths:
             self._died(seat, death)
+        if seat.phase == OUTDATED:
+            self._release(seat)
         if seat.group is not None and not seat.given and not seat.group.wanted():
             seat.group = None
         if seat.is_ready and not was_ready:

@@ -20,8 +20,10 @@ import msgspec
 import psutil
 
 from sgl_batch.api.supervisor import EngineSupervisor
+from sgl_batch.control_plane.instances.http_messages import Control, HttpCall, HttpMore, HttpRequest
 from sgl_batch.control_plane.instances.instance_server import InstanceServer
 from sgl_batch.control_plane.instances.messages import Lot, Poll, decode, encode
+from sgl_batch.control_plane.instances.service_state import ServiceState
 from sgl_batch.control_plane.instances.spool import Spool
 from sgl_batch.engine.engine_process import ENGINE_PROGRAM
 from sgl_batch.errors import ConfigError
@@ -29,7 +31,7 @@ from sgl_batch.owned_directory import OwnedDirectory, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
-MAX_CONCURRENCY = 64  # long polls hold a call each
+MAX_CONCURRENCY = 1000  # long polls and requests over HTTP hold a call each
 _LOOK_EVERY_S = 0.2
 _LONGEST_DIRECTORY = 80  # sockets lie in it, and the kernel takes 107 characters
 _KEPT_LOGS = 8
@@ -80,13 +82,6 @@ class Taken(msgspec.Struct, frozen=True, array_like=True):
     is_taken: bool
 
 
-class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Where SGLang's endpoints of the engine are, on loopback of its node, and the key for them. Both "": nowhere."""
-
-    base_url: str = ""
-    api_key: str = ""
-
-
 class Presence(msgspec.Struct, frozen=True, kw_only=True):
     """Who answers a ping. `log`: the file of the engine's log on its node."""
 
@@ -122,13 +117,12 @@ class InstanceActor:
         threading.Thread(target=self._end_with, args=(os.getppid(),), daemon=True, name="raylet").start()
         self._spool = Spool(directory / "spool", made.incarnation)
         self._server: InstanceServer | None = None
-        self._supervisor: EngineSupervisor | None = None
         self._last_taken: tuple[str, bytes] = ("", b"")
 
     def _serving(self) -> InstanceServer:
         if self._server is None:
             made = self._settings
-            self._supervisor = supervisor = EngineSupervisor(
+            supervisor = EngineSupervisor(
                 (*(made.program or ENGINE_PROGRAM), *made.engine_argv),
                 self._owned.path,
                 stall_s=made.stall_s,
@@ -148,11 +142,6 @@ class InstanceActor:
                 incarnation=self._settings.incarnation, pid=os.getpid(), host=socket.gethostname(), log=str(self._log)
             )
         )
-
-    async def http(self, data: bytes = b"") -> bytes:
-        """Return Endpoints. Their key crosses Ray, so only a server on this node asks."""
-        found = self._supervisor.http if self._supervisor is not None else None
-        return encode(Endpoints() if found is None else Endpoints(base_url=found.base_url, api_key=found.api_key))
 
     async def submit(self, data: bytes) -> bytes:
         """Take a Lot, and return a Taken."""
@@ -177,6 +166,28 @@ class InstanceActor:
     async def known(self, data: bytes = b"") -> bytes:
         """Return Keys."""
         return encode(Keys(await self._serving().known()))
+
+    async def adopt(self, data: bytes) -> bytes:
+        """Take a ServiceState, and return nothing."""
+        await self._serving().adopt(decode(data, ServiceState))
+        return b""
+
+    async def control(self, data: bytes) -> bytes:
+        """Take a Control, and return a Controlled."""
+        return encode(await self._serving().control(decode(data, Control)))
+
+    async def http(self, data: bytes) -> bytes:
+        """Take an HttpRequest, and return an HttpPart."""
+        return encode(await self._serving().http(decode(data, HttpRequest)))
+
+    async def http_more(self, data: bytes) -> bytes:
+        """Take an HttpMore, and return an HttpPart."""
+        return encode(await self._serving().http_more(decode(data, HttpMore)))
+
+    async def http_end(self, data: bytes) -> bytes:
+        """Take an HttpCall, and return nothing."""
+        await self._serving().http_end(decode(data, HttpCall).call)
+        return b""
 
     async def stop(self, data: bytes = b"") -> bytes:
         """End the engine, return nothing, and end this process."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from sgl_batch.control_plane.instances.messages import encode
 from sgl_batch.control_plane.instances.placement import Node, Place
 from sgl_batch.control_plane.instances.ray_actor import MAX_CONCURRENCY, InstanceActor, InstanceSettings
 from sgl_batch.control_plane.instances.records import Known
-from sgl_batch.engine.engine_process import EngineHttp
 
 if TYPE_CHECKING:
     from sgl_batch.control_plane.instances.ray_member import RayMember
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 _PLACED_WITHIN_S = 30.0
 _BEGUN_WITHIN_S = 120.0
 _STOPPED_WITHIN_S = 30.0
-_HTTP_WITHIN_S = 5.0
 _AGAIN_AFTER_S = _LOOK_EVERY_S = 1.0
 _NODE_LABEL = "ray.io/node-id"
 
@@ -128,16 +126,6 @@ class RayHost:
             except HostError as error:
                 logger.warning("instance %s: its place is not freed yet: %s", name, error)
                 await asyncio.sleep(_AGAIN_AFTER_S)
-
-    async def http(self, members: Collection[tuple[str, int]]) -> EngineHttp | None:
-        """Return the endpoints of the first of these that runs on this process's node and answers."""
-        for one in sorted(set(members) & set(self._members)):
-            if self._members[one].node_id == self._cluster.own_node:
-                with suppress(MemberLostError, TimeoutError):
-                    found = await asyncio.wait_for(self._members[one].http(), _HTTP_WITHIN_S)
-                    if found is not None:
-                        return found
-        return None
 
     async def forget(self, name: str, place: Place) -> None:
         """Remove the directory of an instance that has ended."""

@@ -12,10 +12,19 @@ from typing import Any
 import ray
 from ray import exceptions
 
+from sgl_batch.control_plane.instances.http_calls import PART_WITHIN_S
+from sgl_batch.control_plane.instances.http_messages import (
+    Control,
+    Controlled,
+    HttpCall,
+    HttpMore,
+    HttpPart,
+    HttpRequest,
+)
 from sgl_batch.control_plane.instances.member import MemberLostError
 from sgl_batch.control_plane.instances.messages import Lot, Poll, Report, decode, encode
-from sgl_batch.control_plane.instances.ray_actor import Endpoints, Keys, Presence, TakeBack, Taken
-from sgl_batch.engine.engine_process import EngineHttp
+from sgl_batch.control_plane.instances.ray_actor import Keys, Presence, TakeBack, Taken
+from sgl_batch.control_plane.instances.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +95,26 @@ class RayMember:
         """Return the keys of the lines that its engine computes."""
         return decode(await self._call("known", b""), Keys).keys
 
+    async def adopt(self, state: ServiceState) -> None:
+        """Give its engines the state of the service."""
+        await self._call("adopt", encode(state))
+
+    async def control(self, control: Control) -> Controlled:
+        """Send its engine a request that controls it."""
+        return decode(await self._call("control", encode(control)), Controlled)
+
+    async def http(self, request: HttpRequest) -> HttpPart:
+        """Send its engine another request."""
+        return decode(await self._call("http", encode(request), PART_WITHIN_S), HttpPart)
+
+    async def http_more(self, asked: HttpMore) -> HttpPart:
+        """Return another part of an answer."""
+        return decode(await self._call("http_more", encode(asked), PART_WITHIN_S), HttpPart)
+
+    async def http_end(self, call: str) -> None:
+        """Abort a request."""
+        await self._call("http_end", encode(HttpCall(call)))
+
     async def stop(self) -> None:
         """End it. It may be gone already."""
         with suppress(MemberLostError):
@@ -94,11 +123,6 @@ class RayMember:
     async def ping(self) -> Presence:
         """Return who it is, once its process runs; its engine starts by then."""
         return decode(await self._call("ping", b""), Presence)
-
-    async def http(self) -> EngineHttp | None:
-        """Return where SGLang's endpoints are on its node, or None while there are none."""
-        found = decode(await self._call("http", b""), Endpoints)
-        return EngineHttp(base_url=found.base_url, api_key=found.api_key) if found.base_url else None
 
     async def _call(self, method: str, data: bytes, longer_s: float = 0.0) -> bytes:
         while True:

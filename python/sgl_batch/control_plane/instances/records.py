@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from sgl_batch.control_plane.instances.placement import Place
+from sgl_batch.control_plane.instances.service_state import ServiceState
 from sgl_batch.errors import ConfigError
 
 FILE_NAME = "instances.json"
@@ -25,6 +26,7 @@ class _Contents(msgspec.Struct, kw_only=True):
     service: str
     named: int = 0
     instances: dict[str, Known] = msgspec.field(default_factory=dict)
+    state: ServiceState = ServiceState()
 
 
 class InstanceRecords:
@@ -53,6 +55,16 @@ class InstanceRecords:
     def service(self) -> str:
         """The identity of the service."""
         return self._contents.service
+
+    @property
+    def state(self) -> ServiceState:
+        """What all engines of the service have in common."""
+        return self._contents.state
+
+    def keep_state(self, state: ServiceState) -> None:
+        """Write down what all engines of the service are to have in common."""
+        self._contents.state = state
+        self._write()
 
     def known(self) -> dict[str, Known]:
         """Return all instances by name."""
