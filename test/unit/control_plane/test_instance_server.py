@@ -9,13 +9,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from scripted_endpoints import ScriptedEndpoints
 
 from sgl_batch.api.engine_endpoints import Endpoints
 from sgl_batch.api.engine_view import EngineView
 from sgl_batch.api.supervisor import EngineState
 from sgl_batch.control_plane.instances import instance_server as server_module
+from sgl_batch.control_plane.instances.http_messages import Control, HttpRequest
 from sgl_batch.control_plane.instances.instance_server import ANSWER_LOST, STOPPED, InstanceServer
 from sgl_batch.control_plane.instances.messages import EngineFacts, Line, Lot, Poll, Report
+from sgl_batch.control_plane.instances.service_state import FROM_DISK, ServiceState, changed
 from sgl_batch.control_plane.instances.spool import Spool
 from sgl_batch.core.answers import EngineStats
 from sgl_batch.core.partial_output import PartialOutput, unpack
@@ -159,6 +162,28 @@ def test_a_report_says_what_the_engine_is(tmp_path: Path) -> None:
         assert (report.incarnation, report.phase, report.message, report.in_flight) == (1, "ready", None, 1)
         assert report.facts == EngineFacts(("tiny",), "ours", None)
         assert report.stats == EngineStats(counters={"n": 2})
+
+    with_instance(tmp_path, scenario)
+
+
+def test_a_new_engine_takes_lines_once_it_has_the_weights_of_the_service(tmp_path: Path) -> None:
+    async def scenario(one: Instance) -> None:
+        http = one.supervisor.http = ScriptedEndpoints()
+        http.refuses[FROM_DISK] = 400
+        body = b'{"model_path": "b"}'
+        before, after = ServiceState(), changed(ServiceState(), FROM_DISK, body)
+        await one.server.adopt(after)
+        assert (await one.poll()).phase == "updating"
+        assert not await one.submit("a")
+        report = await one.poll()
+        assert (report.phase, report.facts) == ("outdated", None)
+        assert f"{FROM_DISK} 400" in str(report.message)
+        http.refuses.clear()
+        request = HttpRequest("call", "POST", FROM_DISK, (), body)
+        answer = await one.server.control(Control(request=request, before=before, after=after))
+        assert (answer.status, answer.weight_version) == (200, "b")
+        assert (await one.poll()).phase == "ready"
+        assert await one.submit("a")
 
     with_instance(tmp_path, scenario)
 

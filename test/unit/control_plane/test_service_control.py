@@ -9,7 +9,9 @@ import pytest
 from scripted_member import ScriptedMember
 
 from sgl_batch.api.engine_endpoints import Asked
+from sgl_batch.control_plane.instances import service_control as module
 from sgl_batch.control_plane.instances.control_routes import refusal
+from sgl_batch.control_plane.instances.records import InstanceRecords
 from sgl_batch.control_plane.instances.service_control import ServiceControl
 from sgl_batch.control_plane.instances.service_state import FROM_DISK, PAUSE, ServiceState, changed
 from sgl_batch.errors import RequestError
@@ -99,6 +101,43 @@ def test_an_instance_that_is_not_ready_does_not_count_and_one_that_is_lost_does(
     run(scenario())
 
 
+def test_an_instance_that_hangs_does_not_keep_others_from_a_pause(monkeypatch):
+    async def scenario():
+        service = await Service().start()
+        hanging = ScriptedMember("i3")
+        hanging.adopt = hanging.control = lambda _: asyncio.Event().wait()
+        joining = asyncio.ensure_future(service.control.prepare(hanging))
+        service.members[1].control = hanging.control
+        monkeypatch.setattr(module, "_WITHIN_S", {PAUSE: 0.01})
+        status, body = await service.ask(PAUSE)
+        assert status == 504
+        assert [one["success"] for one in body["instances"].values()] == [True, False]
+        joining.cancel()
+
+    run(scenario())
+
+
+def test_an_instance_that_joins_during_a_change_gets_what_came_of_it():
+    async def scenario():
+        service = await Service().start()
+        joined = ScriptedMember("i3")
+        adopted, may_go = [], asyncio.Event()
+
+        async def adopt(state):
+            adopted.append(state)
+            await may_go.wait()
+
+        joined.adopt = adopt
+        joining = asyncio.ensure_future(service.control.prepare(joined))
+        await asyncio.sleep(0)
+        await service.ask(PAUSE)
+        may_go.set()
+        await joining
+        assert adopted == [ServiceState(), changed(ServiceState(), PAUSE, b"{}")]
+
+    run(scenario())
+
+
 def test_without_a_ready_instance_nothing_is_changed():
     async def scenario():
         service = await Service("i1").start()
@@ -124,6 +163,12 @@ def test_a_state_that_cannot_be_written_changes_nothing():
         assert service.members[0].controls == []
 
     run(scenario())
+
+
+def test_a_server_that_is_started_again_knows_the_state(tmp_path):
+    state = changed(changed(ServiceState(), FROM_DISK, DISK), PAUSE, None)
+    InstanceRecords(tmp_path).keep_state(state)
+    assert InstanceRecords(tmp_path).state == state
 
 
 def test_what_changes_no_state_is_sent_to_all_and_not_kept():

@@ -14,12 +14,15 @@ from sgl_batch.control_plane.instances.control_routes import merged, refusal
 from sgl_batch.control_plane.instances.http_messages import Control, Controlled, HttpRequest
 from sgl_batch.control_plane.instances.instance_endpoints import whole
 from sgl_batch.control_plane.instances.member import Member, MemberLostError
-from sgl_batch.control_plane.instances.service_state import CHANGES, ServiceState, changed
+from sgl_batch.control_plane.instances.service_state import CHANGES, CONTINUE, PAUSE, ServiceState, changed
 from sgl_batch.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-_LOST = 503
+_LOST, _LATE = 503, 504
+# An instance that hangs must not keep others from being paused. It does what was asked once it goes on.
+_WITHIN_S = {PAUSE: 60.0, CONTINUE: 60.0}
+_ADOPTED_WITHIN_S = 60.0
 
 
 class ServiceControl:
@@ -50,9 +53,11 @@ class ServiceControl:
 
     async def prepare(self, member: Member) -> None:
         """Give an instance that joins the state of the service. Raises MemberLostError."""
-        async with self._one_change_at_a_time:
-            await member.adopt(self._state)
-            self._prepared = {*self._prepared.intersection(self._members()), member}
+        adopted = None
+        while adopted is not self._state:
+            adopted = self._state
+            await member.adopt(adopted)
+        self._prepared = {*self._prepared.intersection(self._members()), member}
 
     async def control(self, path: str, asked: Asked) -> Response:
         """Send a request to all instances, and return one answer for all. Raises RequestError for its body."""
@@ -61,7 +66,7 @@ class ServiceControl:
         if why is not None:
             return error_response(501, why, code="many_instances")
         if path not in CHANGES:
-            return self._answer(path, await self._ask(Control(request=request)))
+            return self._answer(path, await self._ask(path, Control(request=request)))
         async with self._one_change_at_a_time:
             return self._answer(path, await self._change(path, request))
 
@@ -69,7 +74,7 @@ class ServiceControl:
         before = self._state
         after = changed(before, path, request.body)
         self._set(after)
-        answers = await self._ask(Control(request=request, before=before, after=after))
+        answers = await self._ask(path, Control(request=request, before=before, after=after))
         if after.weights != before.weights:
             self._on_weights()
         if not any(one.status == 200 for one in answers.values()):
@@ -87,9 +92,9 @@ class ServiceControl:
             self._on_weights()
         self._state = state
 
-    async def _ask(self, control: Control) -> dict[str, Controlled]:
+    async def _ask(self, path: str, control: Control) -> dict[str, Controlled]:
         members = self._reached()
-        answers = await asyncio.gather(*(_control(one, control) for one in members))
+        answers = await asyncio.gather(*(_control(one, control, _WITHIN_S.get(path)) for one in members))
         return {member.name: answer for member, answer in zip(members, answers, strict=True)}
 
     def _reached(self) -> list[Member]:
@@ -106,15 +111,17 @@ class ServiceControl:
         return JSONResponse(body, status)
 
 
-async def _control(member: Member, control: Control) -> Controlled:
+async def _control(member: Member, control: Control, within_s: float | None) -> Controlled:
     try:
-        return await member.control(control)
+        return await asyncio.wait_for(member.control(control), within_s)
+    except TimeoutError:
+        return Controlled(status=_LATE, body=f"it has not answered within {within_s} s, and may do it later".encode())
     except MemberLostError as error:
         return Controlled(status=_LOST, body=f"it is gone: {error}".encode())
 
 
 async def _adopt(member: Member, state: ServiceState) -> None:
     try:
-        await member.adopt(state)
-    except MemberLostError as error:
-        logger.warning("instance %s: %s", member.name, error)
+        await asyncio.wait_for(member.adopt(state), _ADOPTED_WITHIN_S)
+    except (MemberLostError, TimeoutError) as error:
+        logger.warning("instance %s does not know yet that nothing has changed: %s", member.name, error)
