@@ -11,7 +11,7 @@ import pytest
 
 from sgl_batch.control_plane.instances import cluster
 from sgl_batch.control_plane.instances.address_look import RAY_VERSION, check_address, check_found
-from sgl_batch.control_plane.instances.cluster import NodeFacts, as_node, check_ray, fault_of
+from sgl_batch.control_plane.instances.cluster import Cluster, NodeFacts, as_node, check_ray, fault_of
 from sgl_batch.errors import ConfigError
 from sgl_batch.installed_versions import version_of
 
@@ -87,6 +87,32 @@ def test_a_node_that_cannot_run_an_instance_says_why(changes: dict[str, Any], me
 def test_a_node_that_has_all_is_used() -> None:
     assert fault_of(facts(), "/models/m") is None
     assert fault_of(facts(has_model=False), None) is None
+
+
+def row(name: str, *, is_alive: bool = True) -> dict[str, Any]:
+    return {
+        "NodeID": name,
+        "Alive": is_alive,
+        "NodeManagerHostname": name,
+        "NodeManagerAddress": "1.2.3.4",
+        "Resources": {"CPU": 2.0},
+    }
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_node_that_dies_while_it_is_looked_at_is_left_out(monkeypatch: pytest.MonkeyPatch, is_alive: bool) -> None:
+    import ray
+    from ray._private.state import state
+
+    def look(self: Cluster, node_ids: list[str], model: str | None) -> dict[str, str]:
+        self._facts["a"] = facts()
+        return {one: "a task on it failed" for one in node_ids if one != "a"}
+
+    tables = [[row("a"), row("b")], [row("a"), row("b", is_alive=is_alive)]]
+    monkeypatch.setattr(ray, "nodes", lambda: tables.pop(0) if len(tables) > 1 else tables[0])
+    monkeypatch.setattr(Cluster, "_look", look)
+    monkeypatch.setattr(state, "get_draining_nodes", dict)
+    assert [one.name for one in Cluster("n", is_own=False).nodes(None)] == ["a (1.2.3.4)"]
 
 
 def test_a_node_gives_as_many_cores_as_ray_may_use() -> None:

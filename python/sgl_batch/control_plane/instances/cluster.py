@@ -57,12 +57,17 @@ class Cluster:
         Args:
             model: A directory that each node has to have; None: nothing is looked for.
 
+        A node that does not answer is left out: it may be about to die, or to come.
+
         Raises:
-            ConfigError: A node cannot run an instance. All others can.
+            ConfigError: A node cannot run an instance, or none answers.
         """
         found, faults = self.usable(model)
-        if faults:
-            raise ConfigError("; ".join(faults.values()))
+        lasting = [fault for node_id, fault in faults.items() if node_id in self._facts or not found]
+        if lasting:
+            raise ConfigError("; ".join(lasting))
+        for fault in faults.values():
+            logger.warning("%s", fault)
         return found
 
     def usable(self, model: str | None) -> tuple[list[Node], dict[str, str]]:
@@ -76,6 +81,10 @@ class Cluster:
         # A node with neither cores nor GPUs is no place for instances: that of a server, say.
         rows = {node_id: row for node_id, row in rows.items() if row["Resources"].get("CPU")}
         faults = self._look([node_id for node_id in rows if node_id not in self._facts], model)
+        if faults:  # a node may have died meanwhile
+            alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+            rows = {node_id: row for node_id, row in rows.items() if node_id in alive}
+            faults = {node_id: fault for node_id, fault in faults.items() if node_id in alive}
         nodes = []
         for node_id, row in rows.items():
             facts = self._facts.get(node_id)
