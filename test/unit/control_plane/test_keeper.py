@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from sgl_batch.control_plane.instances.host import NotStartedError, PoolCalls
+from sgl_batch.control_plane.instances.host import HostEndedError, NotStartedError, PoolCalls
 from sgl_batch.control_plane.instances.keeper import InstanceKeeper
 from sgl_batch.control_plane.instances.member import Member
 from sgl_batch.control_plane.instances.placement import Needs, Node, Place
@@ -35,10 +35,13 @@ class FakeHost:
         self.table = list(nodes)
         self.alive: dict[tuple[str, int], FakeMember] = {}
         self.faults = 0
+        self.has_ended = False
         self.forgotten: list[str] = []
         self.places: dict[tuple[str, int], Place] = {}
 
     async def nodes(self) -> list[Node]:
+        if self.has_ended:
+            raise HostEndedError("no Ray")
         return list(self.table)
 
     async def start(self, name: str, incarnation: int, place: Place) -> Member:
@@ -291,6 +294,18 @@ def test_after_a_restart_of_all_nodes_names_go_on_and_incarnations_grow(tmp_path
         second = Kept(tmp_path, again)
         await second.keeper.start()
         await second.until(("i1", 2, "a"), ("i2", 2, "b"))
+
+    run(test)
+
+
+def test_the_end_of_what_starts_instances_is_an_error_of_the_keeper(tmp_path: Path) -> None:
+    async def test() -> None:
+        kept = Kept(tmp_path, FakeHost(node("a")))
+        await kept.keeper.start()
+        kept.keeper.check()
+        kept.host.has_ended = True
+        with pytest.raises(HostEndedError, match="no Ray"):
+            await until(lambda: kept.keeper.check() is not None)
 
     run(test)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_batch.control_plane.instances.address_look import RAY_VERSION, check_address
+from sgl_batch.control_plane.instances.host import HostEndedError
 from sgl_batch.control_plane.instances.placement import Node
 from sgl_batch.control_plane.ray_environment import prepare
 from sgl_batch.errors import ConfigError
@@ -71,12 +72,17 @@ class Cluster:
         return found
 
     def usable(self, model: str | None) -> tuple[list[Node], dict[str, str]]:
-        """Return the living nodes that can run an instance, and for each other one why it cannot, by its id."""
+        """Return the living nodes that can run an instance, and for each other one why it cannot, by its id.
+
+        Raises HostEndedError where a cluster of our own has no node any more.
+        """
         import ray
         from ray._private.state import state
 
         draining = state.get_draining_nodes()
         rows = {row["NodeID"]: row for row in ray.nodes() if row["Alive"]}
+        if self.is_own and not rows:
+            raise HostEndedError("the Ray that this server has started has ended; the server has to be started again")
         self._facts = {node_id: facts for node_id, facts in self._facts.items() if node_id in rows}
         # A node with neither cores nor GPUs is no place for instances: that of a server, say.
         rows = {node_id: row for node_id, row in rows.items() if row["Resources"].get("CPU")}

@@ -143,6 +143,7 @@ class InstanceEngines:
         await self._keeper.start()
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
+            self._keeper.check()
             self.view.add(await self._pool.stats(), time.time())
             rows = self.rows()
             self._was_ready = self._was_ready or any(row.phase == "ready" for row in rows)

@@ -16,6 +16,10 @@ class HostError(SglBatchError):
     """What starts members does not answer. It may be asked again."""
 
 
+class HostEndedError(SglBatchError):
+    """What starts members has ended, and does not come back."""
+
+
 class NotStartedError(SglBatchError):
     """A member could not be started; the message says why. It may be tried again."""
 
@@ -24,7 +28,7 @@ class Host(Protocol):
     """What starts and ends members. Its methods are called on one event loop."""
 
     async def nodes(self) -> list[Node]:
-        """Return the living nodes on which instances can run. Raises HostError."""
+        """Return the living nodes on which instances can run. Raises HostError, HostEndedError."""
         ...
 
     async def start(self, name: str, incarnation: int, place: Place) -> Member:

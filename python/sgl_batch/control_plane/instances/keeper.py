@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from sgl_batch.control_plane.instances.host import Host, NotStartedError, PoolCalls
+from sgl_batch.control_plane.instances.host import Host, HostEndedError, NotStartedError, PoolCalls
 from sgl_batch.control_plane.instances.instance import Instance, InstanceView, Wish
 from sgl_batch.control_plane.instances.member import Member
 from sgl_batch.control_plane.instances.placement import (
@@ -104,6 +104,11 @@ class InstanceKeeper:
         if member is None:
             await self._host.end(name, known.incarnation)
         return member
+
+    def check(self) -> None:
+        """Raise what keeps it from keeping instances for good: HostEndedError, or a fault of the program."""
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
 
     # For the pool.
 
@@ -206,6 +211,8 @@ class InstanceKeeper:
             try:
                 self._nodes = await self._host.nodes()
                 self._fit_count()
+            except HostEndedError:
+                raise
             except (SglBatchError, OSError) as error:
                 logger.error("the instances cannot be looked after: %s", error)
             leaving = {node.node_id for node in self._nodes if node.draining}
