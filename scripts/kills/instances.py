@@ -103,8 +103,9 @@ class Instances:
                 break
             is_last = number == kills - 1
             self._kill_one(kind, waits=is_last or self._dice.random() >= self._overlap)
-            faults = len(self._findings.faults) + len(self.orphans)
-            print(f"{number + 1:4d} {kind}, faults so far: {faults}", flush=True)
+            faults = [*self._findings.faults, *self.orphans]
+            what = f": {faults[-1][:200]}" if faults else ""
+            print(f"{number + 1:4d} {kind}, faults so far: {len(faults)}{what}", flush=True)
         self.until_all_ready()
         self._check_number()
 

@@ -15,7 +15,7 @@ import sys
 from sgl_batch.errors import ConfigError
 
 RAY_VERSION = "2.60.0"
-_WITHIN_S = 10.0
+_CONNECTED_WITHIN_S, _WITHIN_S = 10.0, 30.0  # Ray's import alone takes many seconds on a busy machine
 _TOKEN = "InvalidAuthToken"
 _REMEDY = "start one with `ray start --head`, and check the address and the firewall"
 
@@ -29,7 +29,7 @@ def check_address(address: str, *, within_s: float = _WITHIN_S) -> None:
             "that of its dashboard or of ray://)"
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=within_s).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=min(within_s, _CONNECTED_WITHIN_S)).close()
     except OSError as error:
         raise ConfigError(f"no Ray cluster answers at --ray-address {address}: {error}; {_REMEDY}") from None
     program = [sys.executable, "-m", __spec__.name if __spec__ else __name__, address]
