@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from sgl_batch.api.engine_keeper import InstanceRow
+from sgl_batch.control_plane.instances import engines
 from sgl_batch.control_plane.instances.engine_needs import engine_needs
-from sgl_batch.control_plane.instances.engines import as_row, summary
+from sgl_batch.control_plane.instances.engines import INSTANCES_FAILED, InstanceEngines, as_row, summary
+from sgl_batch.control_plane.instances.host import Host, HostEndedError, NotStartedError
 from sgl_batch.control_plane.instances.instance import InstanceView
+from sgl_batch.control_plane.instances.placement import Needs, Node
+from sgl_batch.control_plane.instances.records import InstanceRecords
 from sgl_batch.control_plane.instances.seat import MemberView
 from sgl_batch.core.answers import EngineStats
-from sgl_batch.errors import ConfigError
+from sgl_batch.errors import ConfigError, EngineError
 
 VIEW = InstanceView(name="i1", incarnation=2, node="a", cores=(0, 1), gpus=0, phase="running", message=None)
 MEMBER = MemberView(
@@ -86,3 +92,46 @@ def test_a_name_on_the_hub_is_no_directory() -> None:
     assert found.gpus(8) == 0
     with pytest.raises(ConfigError, match="invalid int value"):
         engine_needs(["--tp", "two"])
+
+
+class EndingHost:
+    """What starts members: it ends after its first look at the nodes."""
+
+    def __init__(self) -> None:
+        self.tables = [[Node(node_id="a", name="a", cores=(0,))]]
+
+    async def nodes(self) -> list[Node]:
+        if not self.tables:
+            raise HostEndedError("no Ray")
+        return self.tables.pop()
+
+    async def start(self, *what: Any) -> Any:
+        raise NotStartedError("it does not start")
+
+    async def end(self, *what: Any) -> None:
+        """There is nothing."""
+
+
+def test_the_lines_of_a_run_fail_when_what_starts_its_instances_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_LOOK_EVERY_S", 0.001)
+
+    async def scenario() -> None:
+        run = InstanceEngines(
+            cast(Host, EndingHost()),
+            InstanceRecords(tmp_path),
+            needs=Needs(),
+            count=1,
+            close=lambda: None,
+            outlive=False,
+            is_run=True,
+        )
+        line = asyncio.create_task(run._pool.respond("/v1/completions", {"prompt": "a"}))
+        with pytest.raises(HostEndedError, match="no Ray"):
+            await asyncio.wait_for(run.start(), 10)
+        with pytest.raises(EngineError) as found:
+            await line
+        assert found.value.code == INSTANCES_FAILED
+
+    asyncio.run(scenario())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from sgl_batch.api.engine_keeper import InstanceRow
 from sgl_batch.api.engine_view import EngineView
 from sgl_batch.api.supervisor import EngineState
-from sgl_batch.control_plane.instances.host import Host, PoolCalls
+from sgl_batch.control_plane.instances.host import Host, HostEndedError, PoolCalls
 from sgl_batch.control_plane.instances.instance import InstanceView
 from sgl_batch.control_plane.instances.instance_endpoints import InstanceEndpoints, MemberEndpoints
 from sgl_batch.control_plane.instances.keeper import InstanceKeeper
@@ -143,7 +143,12 @@ class InstanceEngines:
         await self._keeper.start()
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            self._keeper.check()
+            try:
+                self._keeper.check()
+            except HostEndedError as error:
+                if self._is_run:
+                    self._pool.fail(EngineError(str(error), code=INSTANCES_FAILED))
+                raise
             self.view.add(await self._pool.stats(), time.time())
             rows = self.rows()
             self._was_ready = self._was_ready or any(row.phase == "ready" for row in rows)
