@@ -77,8 +77,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULT_MAX_IN_FLIGHT,
         metavar="N",
-        help="the most request lines, of all jobs, that the engine has at a time, or each instance (default: "
-        "%(default)s)",
+        help="the most request lines, of all jobs, that an engine has at a time (default: %(default)s)",
     )
     group.add_argument(
         "--max-file-bytes",
@@ -108,8 +107,8 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-unauthenticated-control",
         action="store_true",
-        help="without an admin key, let all users control the engine: replace its weights (from files, tensors or a "
-        "trainer), pause it, abort all requests, flush its cache, profile it, and have requests written to files",
+        help="without an admin key, let all users control the engine: new weights (from files, tensors or a trainer), "
+        "pauses, aborts, an empty cache, profiles, and requests written to files",
     )
     group.add_argument("--open-metrics", action="store_true", help="answer /metrics without a key")
     add_key_file_flags(group)

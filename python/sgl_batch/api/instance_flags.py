@@ -31,14 +31,12 @@ def add_instance_flags(group: Any) -> None:
     group.add_argument(
         "--instances",
         metavar="N",
-        help="run N engines, each with cores or GPUs of its own, on this machine or on a Ray cluster; auto: one for "
-        "each --tp GPUs, on nodes without GPUs one, and on each node that joins later (default: one engine, without "
-        "Ray)",
+        help="N engines, here or on a Ray cluster; auto: as many as fit (default: one, without Ray)",
     )
     group.add_argument(
         "--ray-address",
-        metavar="HOST:PORT",
-        help="run the instances on this Ray cluster (default: only on this machine)",
+        metavar="ADDR",
+        help="HOST:PORT of the Ray cluster of the instances (default: this machine alone)",
     )
     group.add_argument(
         "--cpus-per-instance",

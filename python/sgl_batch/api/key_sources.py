@@ -25,7 +25,7 @@ def add_key_file_flags(group: Any) -> None:
         group.add_argument(
             f"{flag}-file",
             metavar="FILE",
-            help=f"file with {_WHAT[name]}; or give {flag} (which ps shows to all users), or set {variable}",
+            help=f"file with {_WHAT[name]}; or {flag} (ps shows it), or {variable}",
         )
 
 
