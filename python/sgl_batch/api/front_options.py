@@ -107,8 +107,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-unauthenticated-control",
         action="store_true",
-        help="without an admin key, let all users control the engine: new weights (from files, tensors or a trainer), "
-        "pauses, aborts, an empty cache, profiles, and requests written to files",
+        help="let all users control the engine without an admin key: weights, pauses, aborts, profiles, logs",
     )
     group.add_argument("--open-metrics", action="store_true", help="answer /metrics without a key")
     add_key_file_flags(group)
