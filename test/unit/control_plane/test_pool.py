@@ -315,11 +315,26 @@ def test_lines_begin_anew_elsewhere_once_their_tokens_are_forgotten():
             await until(lambda: len(partial) == 3)
             lost.tokens = {}
             await asyncio.sleep(0.01)
-            pool.forget_tokens()
+            pool.forget_old_weights()
             assert len(partial) == 0
             lost.lose()
             pool.join(ScriptedMember("b"))
             assert (await asked).body == {"by": "b"}
             assert len(partial) == 0
+
+    run(scenario())
+
+
+def test_an_answer_of_an_earlier_server_serves_no_line_after_an_update_of_weights():
+    async def scenario():
+        key = key_of(URL, pack_body(body(1)), 0)
+        member = ScriptedMember("a", kept=[key])
+        async with pool_of() as pool:
+            pool.join(member, from_before=True)
+            await until(lambda: pool.current() is not None)
+            pool.forget_old_weights()
+            (found,) = await answers(ask(pool, [1]))
+            assert found == {"by": "a"}
+            await until(lambda: key in member.acknowledged)
 
     run(scenario())

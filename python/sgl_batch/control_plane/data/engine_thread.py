@@ -77,6 +77,10 @@ class EngineThread:
     def __init__(self, make: Callable[[], RunningEngine], chat_template: Mapping[str, Any] | None = None) -> None:
         self._make, self._chat_template = make, dict(chat_template or {})
         self._started: Future[RunningEngine] = Future()
+        # Set, on its own loop, for each call of `answers` that waits when the engine's loop ends.
+        self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
+        self._lock, self._has_ended = threading.Lock(), False
+        self._under_way: set[asyncio.Task[Any]] = set()  # the work of these calls, on the engine's loop
         self._thread = threading.Thread(target=self._run, name="sgl_batch engine", daemon=True)
         self.occupancy = Occupancy()
         self.death: EngineError | None = None
@@ -93,14 +97,34 @@ class EngineThread:
     async def answers(self, requests: Sequence[RowRequest]) -> list[RowAnswer | None]:
         """Return the answer to each request, in order; None for a request that the engine's death has left open.
 
-        The engine has started. A request that is refused is answered, with its error.
+        The engine has started. A request that is refused is answered, with its error. Raises EngineError where `close`
+        has ended an engine that was not dead.
         """
-        engine = self._started.result()
-        running = asyncio.run_coroutine_threadsafe(self._answer_all(engine, requests), engine.loop)
-        return await asyncio.wrap_future(running)
+        engine, own_loop = self._started.result(), asyncio.get_running_loop()
+        # The engine's loop may end before it has run this, or while it does.
+        ended: asyncio.Future[None] = own_loop.create_future()
+        with self._lock:
+            if not self._has_ended:
+                self._waiting[ended] = own_loop
+                work = asyncio.run_coroutine_threadsafe(self._answer_all(engine, requests), engine.loop)
+        if ended in self._waiting:
+            answers = asyncio.wrap_future(work)
+            either: set[asyncio.Future[Any]] = {answers, ended}
+            try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                with self._lock:
+                    self._waiting.pop(ended, None)
+                if not answers.done() and not ended.done():
+                    answers.cancel()
+            if answers.done() and not answers.cancelled():
+                return answers.result()
+        if self.death is None:
+            raise EngineError("the engine was closed while rows waited for their answers")
+        return [None] * len(requests)
 
     def close(self) -> None:
-        """End the engine and its processes, and wait for their end. Idempotent. Answers that are awaited are lost."""
+        """End the engine and its processes, and wait for their end. Idempotent."""
         if not self._thread.ident or threading.current_thread() is self._thread:
             return
         self._thread_loop_stop()
@@ -122,9 +146,30 @@ class EngineThread:
             self._started.set_result(engine)
             engine.loop.run_forever()
         finally:
+            self._end_waits()
+            engine.loop.run_until_complete(self._give_up())
             engine.shutdown()
 
+    async def _give_up(self) -> None:
+        """End what was sent to the engine's loop before its end."""
+        for _ in range(2):  # it becomes tasks, and these begin
+            await asyncio.sleep(0)
+        left = list(self._under_way)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _end_waits(self) -> None:
+        with self._lock:
+            self._has_ended = True
+            for ended, loop in self._waiting.items():
+                loop.call_soon_threadsafe(ended.set_result, None)
+
     async def _answer_all(self, engine: RunningEngine, requests: Sequence[RowRequest]) -> list[RowAnswer | None]:
+        task = asyncio.current_task()
+        assert task is not None, "it was sent to the loop as a task"
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
         rows = self.occupancy
         rows.add(len(requests))
         answers = await asyncio.gather(*(self._answer(engine, request) for request in requests))

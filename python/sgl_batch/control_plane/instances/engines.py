@@ -59,7 +59,7 @@ class InstanceEngines:
         self._endpoints = InstanceEndpoints(self._pool.loads)
         self.control = ServiceControl(
             self._pool.all_members,
-            self._pool.forget_tokens,
+            self._pool.forget_old_weights,
             # The engines of a cluster of its own end with the server.
             state=records.state if outlive else ServiceState(),
             keep=records.keep_state,

@@ -86,10 +86,13 @@ class LineTable:
         self._computing = {key: one for key, one in self._computing.items() if one is not seat}
         self._keepers = {name: one for name, one in self._keepers.items() if one[0] is not seat}
 
-    def forget_tokens(self) -> None:
-        """Let all lines begin anew when they go on elsewhere."""
+    def forget_old_weights(self) -> None:
+        """Let all lines begin anew when they go on elsewhere, and answers from before serve no line any more."""
         for line in self._lines.values():
             line.partial_output.cut(0)
+        for key, (_, seat) in self._collected.items():
+            seat.committed.append(key)
+        self._collected.clear()
 
     def fail(self, error: EngineError) -> None:
         """Let all lines raise an error."""

@@ -201,9 +201,9 @@ class InstancePool:
         """Return the ready instances, and how many lines each has."""
         return [(one.member, len(one.given)) for one in self._ready()]
 
-    def forget_tokens(self) -> None:
-        """Let no line go on from tokens that it has now: they are of other weights."""
-        self._table.forget_tokens()
+    def forget_old_weights(self) -> None:
+        """Let no line go on from tokens that it has now, or get an answer that is here: they are of other weights."""
+        self._table.forget_old_weights()
 
     def fail(self, error: EngineError) -> None:
         """Give up: there will be no instance any more. All lines raise this error."""

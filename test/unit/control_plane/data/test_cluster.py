@@ -63,6 +63,7 @@ def test_where_no_node_answers_the_default_group_is_taken_and_the_log_says_why(
         raise ray.exceptions.GetTimeoutError("no node is free")
 
     monkeypatch.setattr(ray, "get", get)
+    caplog.set_level("WARNING", logger=cluster.__name__)  # other tests may have set the level of all loggers
     assert cluster.decode_group({}, 2, on_gpu=False) == DEFAULT
     assert "the engine's plan is not known" in caplog.text
     assert "no node is free" in caplog.text
