@@ -6,10 +6,9 @@ import re
 from dataclasses import dataclass
 from statistics import fmean
 
-_RETRACTED = re.compile(r"Retract requests\. #retracted_reqs: (\d+)")
-_PREFILLED = re.compile(r"Prefill batch.*?#new-token: (\d+)")
-
-_RUNNING = re.compile(r"Decode batch.*?#running-req: (\d+)")
+RETRACTED = re.compile(r"Retract requests\. #retracted_reqs: (\d+)")
+PREFILLED = re.compile(r"Prefill batch.*?#new-token: (\d+)")
+RUNNING = re.compile(r"Decode batch.*?#running-req: (\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +26,12 @@ def read_retractions(log: str, *, prompt_tokens: int) -> Retractions:
     retracted sequences, and of each the last token, which had no KV before. Where the radix cache had the beginning of
     a prompt, that many more were computed again.
     """
-    sequences = sum(map(int, _RETRACTED.findall(log)))
-    prefilled = sum(map(int, _PREFILLED.findall(log)))
+    sequences = sum(map(int, RETRACTED.findall(log)))
+    prefilled = sum(map(int, PREFILLED.findall(log)))
     return Retractions(sequences=sequences, tokens=max(0, prefilled - prompt_tokens - sequences))
 
 
 def read_running(log: str) -> float | None:
     """Return the mean number of decoding sequences in the log's samples; None if it has none."""
-    said = [int(number) for number in _RUNNING.findall(log)]
+    said = [int(number) for number in RUNNING.findall(log)]
     return fmean(said) if said else None

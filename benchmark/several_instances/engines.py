@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -54,34 +54,39 @@ def family(engine: psutil.Process) -> list[psutil.Process]:
     return []
 
 
-class Watch:
-    """Samples the engines of commands until it is left, each as a part of one core's time."""
+@contextmanager
+def _in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Let a thread work until this is left, which sets the event and waits for its end."""
+    stop = threading.Event()
+    thread = threading.Thread(target=work, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
-    def __init__(self, roots: Sequence[int]) -> None:
-        self.samples: dict[int, Samples] = {}
-        self._roots, self._stop = roots, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
+@contextmanager
+def watched(roots: Sequence[int]) -> Iterator[dict[int, Samples]]:
+    """Sample the engines of commands until this is left, each as a part of one core's time. Yields samples by core."""
+    samples: dict[int, Samples] = {}
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+    def sample(stop: threading.Event) -> None:
         began, last = time.monotonic(), dict[int, float]()
-        while not self._stop.wait(1.0):
+        while not stop.wait(1.0):
             now = time.monotonic() - began
-            for engine in engines_below(self._roots):
+            for engine in engines_below(roots):
                 core, used = _core(engine), sum(map(_processor_s, family(engine)))
                 before = last.get(core)
                 last[core] = used
                 if before is not None and used >= before:
-                    one = self.samples.setdefault(core, Samples())
+                    one = samples.setdefault(core, Samples())
                     one.times.append(round(now, 1))
                     one.busy.append(round(used - before, 3))
+
+    with _in_background(sample):
+        yield samples
 
 
 def _processor_s(process: psutil.Process) -> float:
@@ -91,32 +96,24 @@ def _processor_s(process: psutil.Process) -> float:
     return 0.0
 
 
-class Slowed:
-    """Lets the last engine of some commands stand still for half of the time, until it is left."""
+@contextmanager
+def slowed(roots: Sequence[int]) -> Iterator[None]:
+    """Let the last engine of some commands stand still for half of the time, until this is left."""
 
-    def __init__(self, roots: Sequence[int]) -> None:
-        self._roots, self._stop = roots, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Slowed:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        engines = engines_below(self._roots)
+    def slow(stop: threading.Event) -> None:
+        engines = engines_below(roots)
         members = family(engines[-1]) if engines else []
         try:
-            while not self._stop.wait(_PERIOD_S / 2):
+            while not stop.wait(_PERIOD_S / 2):
                 _signal(members, signal.SIGSTOP)
-                if self._stop.wait(_PERIOD_S / 2):
+                if stop.wait(_PERIOD_S / 2):
                     break
                 _signal(members, signal.SIGCONT)
         finally:
             _signal(members, signal.SIGCONT)
+
+    with _in_background(slow):
+        yield
 
 
 def kill_last(roots: Sequence[int]) -> None:

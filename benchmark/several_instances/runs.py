@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from several_instances.engines import Samples, Slowed, Watch, engines_below, kill_last
+from several_instances.engines import Samples, engines_below, kill_last, slowed, watched
 from sgl_batch.errors import ConfigError
 
 _LOOK_S = 0.2
@@ -60,9 +60,9 @@ def run_case(case: Case, model: Path, lines: Sequence[str], place: Path, flags: 
         while not all(one.answered or one.has_ended for one in commands):
             time.sleep(_LOOK_S)
         with ExitStack() as stack:
-            watch = stack.enter_context(Watch(roots))
+            samples = stack.enter_context(watched(roots))
             if case.slowed:
-                stack.enter_context(Slowed(roots))
+                stack.enter_context(slowed(roots))
             while not all(one.has_ended for one in commands):
                 if case.killed_at is not None and not restart_s and commands[0].answered >= case.killed_at * len(lines):
                     restart_s = _killed(roots)
@@ -71,7 +71,7 @@ def run_case(case: Case, model: Path, lines: Sequence[str], place: Path, flags: 
     finally:
         for one in commands:
             one.end()
-    return Outcome(case=case.name, seconds=seconds, lines=len(lines), restart_s=restart_s, samples=watch.samples)
+    return Outcome(case=case.name, seconds=seconds, lines=len(lines), restart_s=restart_s, samples=samples)
 
 
 def _killed(roots: Sequence[int]) -> float:

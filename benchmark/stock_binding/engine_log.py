@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-_PREFILL = re.compile(r"Prefill batch, .*#new-token: (\d+), #cached-token: (\d+)")
-_DECODE = re.compile(r"Decode batch, #running-req: (\d+)")
-_RETRACT = re.compile(r"KV cache pool is full\. Retract requests\. #retracted_reqs: (\d+)")
+from memory_pressure.stock_log import PREFILLED, RETRACTED, RUNNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +31,12 @@ def counts_of(messages: str, prompt_tokens: int) -> Counts:
     `prompt_tokens`: of the batch. What prefill computes beyond them are tokens that were retracted. The last token of a
     retracted sequence is not counted: its KV was not computed before.
     """
-    prefills, rows = _PREFILL.findall(messages), [int(found) for found in _DECODE.findall(messages)]
-    retracted = sum(map(int, _RETRACT.findall(messages)))
+    prefills, rows = PREFILLED.findall(messages), [int(found) for found in RUNNING.findall(messages)]
+    retracted = sum(map(int, RETRACTED.findall(messages)))
     return Counts(
         prefill_passes=len(prefills),
         decode_steps=len(rows),
         decoded_rows=sum(rows),
         retracted=retracted,
-        again=sum(int(new) for new, _ in prefills) - prompt_tokens - retracted,
+        again=sum(map(int, prefills)) - prompt_tokens - retracted,
     )

@@ -18,7 +18,6 @@ from sgl_batch.control_plane.instances.instance import InstanceView
 from sgl_batch.control_plane.instances.placement import Needs, Node
 from sgl_batch.control_plane.instances.records import InstanceRecords
 from sgl_batch.control_plane.instances.seat import MemberView
-from sgl_batch.core.answers import EngineStats
 from sgl_batch.errors import ConfigError, EngineError
 
 VIEW = InstanceView(name="i1", incarnation=2, node="a", cores=(0, 1), gpus=0, phase="running", message=None)
@@ -32,7 +31,6 @@ MEMBER = MemberView(
     in_flight=5,
     answered=9,
     lines_per_s=1.23456,
-    stats=EngineStats(),
 )
 
 

@@ -248,10 +248,10 @@ class InstancePool:
 
     # What instances get.
 
-    async def _guard(self, seat: Seat, work: object) -> None:
+    async def _guard(self, seat: Seat, work: Awaitable[None]) -> None:
         """Do the work for one instance; leave it when it is gone."""
         try:
-            await work  # type: ignore[misc]
+            await work
         except MemberLostError as error:
             self._lost(seat.member, str(error))
 

@@ -12,7 +12,6 @@ from sgl_batch.control_plane.instances.messages import EngineFacts, Poll, Report
 from sgl_batch.control_plane.instances.pool_line import PoolLine
 from sgl_batch.control_plane.instances.quarantine import SuspectGroup
 from sgl_batch.control_plane.instances.summed_stats import InstanceStats
-from sgl_batch.core.answers import EngineStats
 
 READY = ("ready", "stalled")
 
@@ -21,7 +20,7 @@ READY = ("ready", "stalled")
 class MemberView:
     """An instance for people.
 
-    `phase`: of its engine, or draining. `lines_per_s`: 0 where it is not known yet. `stats`: since its start.
+    `phase`: of its engine, or draining. `lines_per_s`: 0 where it is not known yet.
     """
 
     name: str
@@ -33,7 +32,6 @@ class MemberView:
     in_flight: int
     answered: int
     lines_per_s: float
-    stats: EngineStats
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -128,5 +126,4 @@ class Seat:
             in_flight=len(self.given),
             answered=self.answered,
             lines_per_s=self.rate.lines_per_s,
-            stats=self.stats.total(),
         )
