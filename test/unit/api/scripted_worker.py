@@ -27,7 +27,7 @@ class ScriptedEngine:
     """The engine; it counts its answers."""
 
     def __init__(self) -> None:
-        self.num_answered = 0
+        self.num_answered = self.num_queued = 0
         self.paused = False
 
     async def respond(self, url: str, body: Mapping[str, object], partial_output: PartialOutput) -> LineResponse:
@@ -37,7 +37,11 @@ class ScriptedEngine:
             raise EngineError(str(body["die"]), code="some_code")
         self.paused = bool(body.get("pause", self.paused))
         if body.get("hang"):
-            await asyncio.Event().wait()
+            self.num_queued += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.num_queued -= 1
         child = await start_child(int(str(body["child"]))) if "child" in body else None
         self.num_answered += 1
         return LineResponse(status_code=200, request_id="id", body={**body, "pid": os.getpid(), "child": child})
@@ -46,7 +50,8 @@ class ScriptedEngine:
         """Do nothing: it generates no tokens."""
 
     async def stats(self) -> EngineStats:
-        return EngineStats(counters={"answered": self.num_answered}, paused=self.paused)
+        counters, sequences = {"answered": self.num_answered}, {"QUEUED": self.num_queued}
+        return EngineStats(counters=counters, sequences=sequences, paused=self.paused)
 
 
 async def start_child(num_bytes: int) -> int:

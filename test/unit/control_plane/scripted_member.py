@@ -9,6 +9,7 @@ from array import array
 from sgl_batch.control_plane.instances.http_messages import Controlled
 from sgl_batch.control_plane.instances.member import MemberLostError
 from sgl_batch.control_plane.instances.messages import Answered, EngineDeath, EngineFacts, Report, Tokens
+from sgl_batch.core.answers import EngineStats
 
 
 class ScriptedMember:
@@ -68,6 +69,10 @@ class ScriptedMember:
             deaths=tuple(self.deaths[poll.after_death :]),
             tokens=tuple(Tokens(key, 0, array("i", found).tobytes()) for key, found in self.tokens.items()),
             in_flight=len(self.running),
+            stats=EngineStats(
+                counters={"output_tokens": len(self.answers)},
+                sequences={"QUEUED": sum(key not in self.tokens for key in self.running)},
+            ),
         )
 
     def die(self, code=None):

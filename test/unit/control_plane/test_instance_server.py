@@ -39,6 +39,10 @@ class FakeEngine:
         self.waiting: dict[str, asyncio.Future[object]] = {}
         self.partial_outputs: dict[str, PartialOutput] = {}
         self.num_started = 0
+        self.num_begun = 0
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(sequences={"QUEUED": len(self.waiting) - self.num_begun})
 
     async def respond_packed(self, url: str, body: bytes, partial_output: PartialOutput | None = None) -> Answer:
         assert partial_output is not None
@@ -287,6 +291,17 @@ def test_the_last_tokens_of_lines_come_before_their_engines_death(tmp_path: Path
         report = await one.poll()
         assert [tokens.key for tokens in report.tokens] == ["a"]
         assert [death.keys for death in report.deaths] == [("a",)]
+
+    with_instance(tmp_path, scenario)
+
+
+def test_lines_that_the_engine_has_begun_are_not_taken_back(tmp_path: Path) -> None:
+    async def scenario(one: Instance) -> None:
+        await one.submit("a", "b", "c", "d")
+        one.engine.num_begun = 3
+        assert await one.server.take_back(4) == ("d",)
+        await asyncio.sleep(0)
+        assert await one.answers("a", "b", "c") == ["a", "b", "c"]
 
     with_instance(tmp_path, scenario)
 

@@ -15,27 +15,45 @@ def test_a_lot_has_no_more_lines_than_wait_or_than_there_is_room_for(waiting, in
     assert lines or not waiting or not room
 
 
+def load(lines: int, *, rate: float, queued: int | None = None, is_counted: bool = True) -> Load:
+    return Load(lines=lines, queued=lines if queued is None else queued, is_counted=is_counted, rate=rate)
+
+
 def test_after_a_move_both_instances_end_at_the_same_time():
-    source, target, count = moves([Load(lines=100, rate=2.0), Load(lines=500, rate=4.0)])
+    source, target, count = moves([load(100, rate=2.0, queued=0), load(500, rate=4.0)])
     assert (source, target) == (1, 0)
     assert abs((500 - count) / 4.0 - (100 + count) / 2.0) < 1
 
 
+def test_only_lines_that_are_not_begun_move():
+    assert moves([load(100, rate=2.0, queued=0), load(500, rate=2.0, queued=30)]) == (1, 0, 30)
+    assert moves([load(100, rate=2.0, queued=0), load(500, rate=2.0, queued=0)]) is None
+
+
+def test_an_instance_gets_no_lines_of_others_while_it_has_lines_to_begin():
+    assert moves([load(100, rate=2.0, queued=20), load(500, rate=2.0)]) is None
+    assert moves([load(100, rate=2.0, queued=0, is_counted=False), load(500, rate=2.0)]) is None
+
+
 def test_an_instance_whose_rate_is_not_known_counts_as_fast_as_the_others():
-    assert moves([Load(lines=400, rate=4.0), Load(lines=0, rate=0.0)]) == (0, 1, 200)
+    assert moves([load(400, rate=4.0), load(0, rate=0.0)]) == (0, 1, 200)
 
 
 def test_nothing_moves_where_it_would_gain_little_or_no_rate_is_known():
-    assert moves([Load(lines=100, rate=1.0), Load(lines=95, rate=1.0)]) is None
-    assert moves([Load(lines=4, rate=10.0), Load(lines=0, rate=10.0)]) is None
-    assert moves([Load(lines=100, rate=0.0), Load(lines=0, rate=0.0)]) is None
-    assert moves([Load(lines=100, rate=1.0)]) is None
+    assert moves([load(100, rate=1.0), load(95, rate=1.0, queued=0)]) is None
+    assert moves([load(100, rate=0.0), load(0, rate=0.0)]) is None
+    assert moves([load(100, rate=1.0)]) is None
 
 
-@given(st.lists(st.builds(Load, lines=st.integers(0, 5000), rate=st.floats(0, 1000)), max_size=6))
-def test_no_instance_gives_more_lines_than_it_has(loads):
+LOADS = st.builds(
+    Load, lines=st.integers(0, 5000), queued=st.integers(0, 5000), is_counted=st.booleans(), rate=st.floats(0, 1000)
+)
+
+
+@given(st.lists(LOADS, max_size=6))
+def test_no_instance_gives_more_lines_than_it_has_not_begun(loads):
     found = moves(loads)
     if found is not None:
         source, target, count = found
         assert source != target
-        assert 0 < count <= loads[source].lines
+        assert 0 < count <= loads[source].queued

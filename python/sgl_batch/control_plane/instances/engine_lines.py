@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sgl_batch.control_plane.instances.messages import Line, Tokens
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.core.partial_output import PartialOutput
 from sgl_batch.core.plan_rates import PlanRates
 from sgl_batch.engine.line_frames import Answer, pack_body
@@ -35,6 +36,10 @@ class PackedEngine(Protocol):
 
     async def respond_packed(self, url: str, body: bytes, partial_output: PartialOutput | None = None) -> Answer:
         """Answer one request. Raises EngineError when the engine is dead. Cancelling the call aborts the request."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Return its statistics. Raises EngineError when the engine is dead."""
         ...
 
 

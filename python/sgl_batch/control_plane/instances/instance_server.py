@@ -31,6 +31,7 @@ _TOKENS_EVERY_S = 1.0
 _ANSWER_BYTES = 3 << 20  # of one report; with the tokens at most about 4 MiB
 _TOKEN_BYTES = 1 << 20
 _SPOOL_WITHIN_S = 10.0
+_COUNT_WITHIN_S = 10.0
 
 
 class Supervisor(Protocol):
@@ -138,8 +139,18 @@ class InstanceServer:
                 continue
 
     async def take_back(self, count: int) -> tuple[str, ...]:
-        """Abort up to so many lines that have no new tokens, the last ones first. Returns their keys."""
-        return self._lines.take_back(count)
+        """Abort up to so many lines that the engine has not begun, the last ones first. Returns their keys.
+
+        The engine says how many it has not begun. With an order policy of its own these need not be the last ones.
+        """
+        engine = self._engine.current()
+        if engine is None:
+            return ()
+        try:
+            stats = await asyncio.wait_for(engine.stats(), _COUNT_WITHIN_S)
+        except (EngineError, TimeoutError):
+            return ()
+        return self._lines.take_back(min(count, stats.sequences.get("QUEUED", 0)))
 
     async def cancel(self, keys: tuple[str, ...]) -> None:
         """Abort lines."""

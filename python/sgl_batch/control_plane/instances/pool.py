@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 
-from sgl_batch.control_plane.instances.answer_rate import AnswerRate
+from sgl_batch.control_plane.instances.busy_rate import BusyRate
 from sgl_batch.control_plane.instances.line_table import LineTable
 from sgl_batch.control_plane.instances.member import Member, MemberLostError
 from sgl_batch.control_plane.instances.messages import OUTDATED, EngineDeath, Lot, Report
 from sgl_batch.control_plane.instances.pool_line import PoolLine
 from sgl_batch.control_plane.instances.quarantine import Quarantine
 from sgl_batch.control_plane.instances.seat import MemberView, Seat
-from sgl_batch.control_plane.instances.shares import Load, lot_lines, moves
+from sgl_batch.control_plane.instances.shares import lot_lines, moves
 from sgl_batch.control_plane.instances.summed_stats import summed
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.partial_output import PartialOutput, unpack
@@ -150,7 +150,8 @@ class InstancePool:
 
         `from_before`: it may have answers and lines of an earlier server; no instance gets lines until it has said so.
         """
-        seat = Seat(member=member, rate=AnswerRate(self._clock()), introduced=not from_before)
+        now = self._clock()
+        seat = Seat(member=member, rate=BusyRate(now), work=BusyRate(now), introduced=not from_before)
         seat.empty.set()
         self._seats.append(seat)
         seat.tasks = [asyncio.ensure_future(self._guard(seat, work)) for work in (self._watch(seat), self._feed(seat))]
@@ -270,7 +271,7 @@ class InstancePool:
             if not lines:
                 await seat.wake.wait()
                 continue
-            seat.give(lines)
+            seat.give(lines, self._clock())
             if not await seat.member.submit(Lot(tuple(line.message() for line in lines))):
                 seat.phase = "restarting"  # until its next report
                 self._not_taken(seat, lines)
@@ -366,9 +367,9 @@ class InstancePool:
     # The end of a batch.
 
     def _move(self) -> None:
-        """Let the instance that has the most left give lines to the one that has the least."""
+        """Let an instance that has much left give lines that it has not begun to one that soon has none to begin."""
         seats = [one for one in self._ready() if one.group is None]
-        found = moves([Load(lines=len(one.given), rate=one.rate.lines_per_s) for one in seats])
+        found = moves([one.load(self._clock()) for one in seats])
         if found is None or len(self._quarantine):
             return
         source, target, count = seats[found[0]], seats[found[1]], found[2]

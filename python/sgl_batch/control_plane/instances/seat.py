@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sgl_batch.control_plane.instances.answer_rate import AnswerRate
+from sgl_batch.control_plane.instances.busy_rate import BusyRate
 from sgl_batch.control_plane.instances.member import Member
 from sgl_batch.control_plane.instances.messages import EngineFacts, Poll, Report
 from sgl_batch.control_plane.instances.pool_line import PoolLine
 from sgl_batch.control_plane.instances.quarantine import SuspectGroup
+from sgl_batch.control_plane.instances.shares import Load
 from sgl_batch.control_plane.instances.summed_stats import InstanceStats
 
 READY = ("ready", "stalled")
+# After so long an engine has counted all lines that it was given, and the count is here.
+_COUNTED_AFTER_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +44,12 @@ class Seat:
     Attributes:
         member: The instance.
         rate: How fast it answers.
+        work: How many tokens of prompts and outputs its engine computes.
         introduced: Whether it has reported all that it had when it joined.
         given: The lines that it has, by key.
         reserved: Lines that it is to get next, before those that wait for any instance.
         group: The suspects that it runs alone.
+        given_at: When it got lines last.
         unwanted: Keys of lines that were cancelled; `to_cancel` are those that it has not heard of.
         committed: Keys of answers that it need not keep, since the last poll; `sent` went with that.
         wake: Set when it may get lines.
@@ -52,7 +57,8 @@ class Seat:
     """
 
     member: Member
-    rate: AnswerRate
+    rate: BusyRate
+    work: BusyRate
     phase: str = "starting"
     message: str | None = None
     restarts: int = 0
@@ -61,6 +67,7 @@ class Seat:
     introduced: bool = True
     facts: EngineFacts | None = None
     given: dict[str, PoolLine] = field(default_factory=dict)
+    given_at: float = 0.0
     reserved: list[PoolLine] = field(default_factory=list)
     group: SuspectGroup | None = None
     unwanted: set[str] = field(default_factory=set)
@@ -86,15 +93,25 @@ class Seat:
 
     def see(self, report: Report, now: float) -> None:
         """Take in its state, but not the answers, the tokens and the deaths."""
-        self.rate.note(now, answered=len(report.answers), was_busy=bool(self.given or report.answers))
+        was_busy = bool(self.given or report.answers)
+        self.rate.note(now, done=len(report.answers), was_busy=was_busy)
         self.answered += len(report.answers)
         self.phase, self.message, self.restarts = report.phase, report.message, report.restarts
         self.facts = report.facts or self.facts
+        computed = self.stats.computed_tokens
         if report.stats is not None:
             self.stats.see(report.stats, report.restarts)
+        self.work.note(now, done=self.stats.computed_tokens - computed, was_busy=was_busy)
 
-    def give(self, lines: Iterable[PoolLine]) -> None:
+    def load(self, now: float) -> Load:
+        """Return what it has to do, as its last report says."""
+        queued = min(self.stats.queued, len(self.given))
+        is_counted = now - self.given_at >= _COUNTED_AFTER_S
+        return Load(lines=len(self.given), queued=queued, is_counted=is_counted, rate=self.work.per_s)
+
+    def give(self, lines: Iterable[PoolLine], now: float) -> None:
         """Note lines as its own."""
+        self.given_at = now
         self.given.update((line.key, line) for line in lines)
         if self.given:
             self.empty.clear()
@@ -125,5 +142,5 @@ class Seat:
             restarts=self.restarts,
             in_flight=len(self.given),
             answered=self.answered,
-            lines_per_s=self.rate.lines_per_s,
+            lines_per_s=self.rate.per_s,
         )

@@ -6,17 +6,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_LINES = 512  # of a lot
-# No line changes its instance for less: seconds, and a share of what the slower instance has left.
-_LEAST_GAIN_S, _LEAST_GAIN = 1.0, 0.1
-_LEAST_RATE = 1e-6  # lines a second; less is not known
+# No line changes its instance for less: a share of what the slower instance has left.
+_LEAST_GAIN = 0.1
+# An instance with more than this share of its lines not begun lacks none.
+_ENOUGH_QUEUED = 1 / 8
+_LEAST_RATE = 1e-6  # tokens a second; less is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one instance has to do: lines that it has not answered, and how many it answers a second (0: not known)."""
+    """What one instance has to do.
+
+    Attributes:
+        lines: That it has not answered.
+        queued: Those of them that its engine has not begun, at the last count.
+        is_counted: Whether that count has all lines that it was given.
+        rate: Tokens that it computes a second; 0 where it is not known.
+    """
 
     lines: int
+    queued: int
+    is_counted: bool
     rate: float
+
+    @property
+    def lacks(self) -> bool:
+        """Whether it soon has nothing to begin."""
+        return self.is_counted and self.queued <= _ENOUGH_QUEUED * self.lines
 
 
 def lot_lines(waiting: int, instances: int, room: int) -> int:
@@ -32,18 +48,23 @@ def lot_lines(waiting: int, instances: int, room: int) -> int:
 def moves(loads: Sequence[Load]) -> tuple[int, int, int] | None:
     """Return which instance gives lines to which one, and how many, so that both end at the same time; or None.
 
-    Asked when no line waits any more. Instances whose rate is not known count as fast as the mean of the others.
+    Asked when no line waits any more. Only lines that are not begun move, so that nothing is computed twice, and only
+    to an instance that soon has no such line: lines that it could not begin yet would move back and forth with each
+    change of the rates. Instances whose rate is not known count as fast as the mean of the others.
     """
     known = [one.rate for one in loads if one.rate >= _LEAST_RATE]
-    if len(loads) < 2 or not known:
+    if not known:
         return None
     mean = sum(known) / len(known)
     rates = [one.rate if one.rate >= _LEAST_RATE else mean for one in loads]
-    left_s = [one.lines / rate for one, rate in zip(loads, rates, strict=True)]
-    source = max(range(len(loads)), key=left_s.__getitem__)
-    target = min(range(len(loads)), key=left_s.__getitem__)
-    gap_s = left_s[source] - left_s[target]
-    if gap_s <= max(_LEAST_GAIN_S, _LEAST_GAIN * left_s[source]):
+    left = [one.lines / rate for one, rate in zip(loads, rates, strict=True)]
+    sources = [number for number, one in enumerate(loads) if one.queued]
+    targets = [number for number, one in enumerate(loads) if one.lacks]
+    if not sources or not targets:
         return None
-    count = int(gap_s / (1 / rates[source] + 1 / rates[target]))
+    source, target = max(sources, key=left.__getitem__), min(targets, key=left.__getitem__)
+    gap = left[source] - left[target]
+    if gap <= _LEAST_GAIN * left[source]:
+        return None
+    count = min(loads[source].queued, int(gap / (1 / rates[source] + 1 / rates[target])))
     return (source, target, count) if count else None
