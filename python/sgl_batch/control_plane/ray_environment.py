@@ -13,6 +13,8 @@ from pathlib import Path
 from sgl_batch.errors import ConfigError
 
 _MODE, _TOKEN, _TOKEN_PATH, _TMPDIR = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"
+# No reports home; and Ray would run its workers, with our engines in them, at nice 15.
+_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 # What Ray appends to the directory for its sockets. The kernel takes 107 characters.
 _LONGEST_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.99"
 LONGEST_DIRECTORY = 107 - len(_LONGEST_SOCKET)
@@ -40,8 +42,9 @@ def prepare(directory: Path) -> dict[str, str]:
     if _TMPDIR not in os.environ:
         _check_length(directory)
         os.environ[_TMPDIR] = str(directory)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    names = (_MODE, _TOKEN, _TOKEN_PATH, _TMPDIR, "RAY_USAGE_STATS_ENABLED")
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    names = (_MODE, _TOKEN, _TOKEN_PATH, _TMPDIR, *_SETTINGS)
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_batch.control_plane.instances.shares import MOST_LINES, Load, lot_lines, moves
+from sgl_batch.control_plane.instances.shares import MOST_LINES, Load, lot_lines, most_lines, moves
 
 
 @given(st.integers(0, 10**6), st.integers(1, 64), st.integers(0, 4096))
@@ -13,6 +13,13 @@ def test_a_lot_has_no_more_lines_than_wait_or_than_there_is_room_for(waiting, in
     lines = lot_lines(waiting, instances, room)
     assert 0 <= lines <= min(waiting, room, MOST_LINES)
     assert lines or not waiting or not room
+
+
+def test_the_share_of_instances_that_start_waits_for_them():
+    assert most_lines(2048, unanswered=600, ready=1, coming=1) == 300
+    assert most_lines(2048, unanswered=600, ready=1, coming=0) == 2048
+    assert most_lines(2048, unanswered=50_000, ready=1, coming=1) == 2048
+    assert most_lines(2048, unanswered=90, ready=1, coming=2) == 64
 
 
 def load(lines: int, *, rate: float, queued: int | None = None, is_counted: bool = True) -> Load:
@@ -37,11 +44,11 @@ def test_an_instance_gets_no_lines_of_others_while_it_has_lines_to_begin():
 
 def test_an_instance_whose_rate_is_not_known_counts_as_fast_as_the_others():
     assert moves([load(400, rate=4.0), load(0, rate=0.0)]) == (0, 1, 200)
+    assert moves([load(100, rate=0.0), load(0, rate=0.0)]) == (0, 1, 50)
 
 
-def test_nothing_moves_where_it_would_gain_little_or_no_rate_is_known():
+def test_nothing_moves_where_it_would_gain_little():
     assert moves([load(100, rate=1.0), load(95, rate=1.0, queued=0)]) is None
-    assert moves([load(100, rate=0.0), load(0, rate=0.0)]) is None
     assert moves([load(100, rate=1.0)]) is None
 
 

@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 
-from sgl_batch.control_plane.instances.busy_rate import BusyRate
+from sgl_batch.control_plane.instances.answer_rate import AnswerRate
 from sgl_batch.control_plane.instances.line_table import LineTable
 from sgl_batch.control_plane.instances.member import Member, MemberLostError
 from sgl_batch.control_plane.instances.messages import OUTDATED, EngineDeath, Lot, Report
 from sgl_batch.control_plane.instances.pool_line import PoolLine
 from sgl_batch.control_plane.instances.quarantine import Quarantine
 from sgl_batch.control_plane.instances.seat import MemberView, Seat
-from sgl_batch.control_plane.instances.shares import lot_lines, moves
+from sgl_batch.control_plane.instances.shares import lot_lines, most_lines, moves
 from sgl_batch.control_plane.instances.summed_stats import summed
 from sgl_batch.core.answers import EngineStats, LineResponse
 from sgl_batch.core.partial_output import PartialOutput, unpack
@@ -150,8 +150,7 @@ class InstancePool:
 
         `from_before`: it may have answers and lines of an earlier server; no instance gets lines until it has said so.
         """
-        now = self._clock()
-        seat = Seat(member=member, rate=BusyRate(now), work=BusyRate(now), introduced=not from_before)
+        seat = Seat(member=member, rate=AnswerRate(self._clock()), introduced=not from_before)
         seat.empty.set()
         self._seats.append(seat)
         seat.tasks = [asyncio.ensure_future(self._guard(seat, work)) for work in (self._watch(seat), self._feed(seat))]
@@ -291,10 +290,14 @@ class InstancePool:
             if seat.group is not None:
                 return seat.group.wanted()
         lines, seat.reserved = seat.reserved, []
-        room = self._depth - len(seat.given) - len(lines)
-        for _ in range(lot_lines(len(self._waiting), len(self._ready()), room)):
+        has, coming = len(seat.given) + len(lines), sum(one.is_coming for one in self._seats)
+        most = most_lines(self._depth, self._unanswered(), len(self._ready()), coming)
+        for _ in range(lot_lines(len(self._waiting), len(self._ready()), most - has)):
             lines.append(self._waiting.popleft())
         return [line for line in lines if not line.answer.done()]
+
+    def _unanswered(self) -> int:
+        return len(self._waiting) + sum(len(one.given) + len(one.reserved) for one in self._seats)
 
     def _isolated(self) -> Seat:
         """Return the instance that runs the next suspects: the one with the fewest lines, if none runs some already."""

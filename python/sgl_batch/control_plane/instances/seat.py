@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sgl_batch.control_plane.instances.busy_rate import BusyRate
+from sgl_batch.control_plane.instances.answer_rate import AnswerRate
 from sgl_batch.control_plane.instances.member import Member
 from sgl_batch.control_plane.instances.messages import EngineFacts, Poll, Report
 from sgl_batch.control_plane.instances.pool_line import PoolLine
@@ -15,6 +15,7 @@ from sgl_batch.control_plane.instances.shares import Load
 from sgl_batch.control_plane.instances.summed_stats import InstanceStats
 
 READY = ("ready", "stalled")
+_COMING = ("starting", "restarting", "updating")
 # After so long an engine has counted all lines that it was given, and the count is here.
 _COUNTED_AFTER_S = 3.0
 
@@ -44,7 +45,6 @@ class Seat:
     Attributes:
         member: The instance.
         rate: How fast it answers.
-        work: How many tokens of prompts and outputs its engine computes.
         introduced: Whether it has reported all that it had when it joined.
         given: The lines that it has, by key.
         reserved: Lines that it is to get next, before those that wait for any instance.
@@ -57,8 +57,7 @@ class Seat:
     """
 
     member: Member
-    rate: BusyRate
-    work: BusyRate
+    rate: AnswerRate
     phase: str = "starting"
     message: str | None = None
     restarts: int = 0
@@ -86,6 +85,11 @@ class Seat:
         """Whether its engine takes lines."""
         return self.phase in READY
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether its engine takes lines soon, but not yet."""
+        return self.phase in _COMING and not self.draining
+
     def poll(self, wait_s: float) -> Poll:
         """Return what to ask it next, with the answers that it need not keep."""
         self.sent, self.committed = tuple(self.committed), []
@@ -93,21 +97,19 @@ class Seat:
 
     def see(self, report: Report, now: float) -> None:
         """Take in its state, but not the answers, the tokens and the deaths."""
-        was_busy = bool(self.given or report.answers)
-        self.rate.note(now, done=len(report.answers), was_busy=was_busy)
+        self.rate.note(now, answered=len(report.answers), was_busy=bool(self.given or report.answers))
         self.answered += len(report.answers)
         self.phase, self.message, self.restarts = report.phase, report.message, report.restarts
         self.facts = report.facts or self.facts
-        computed = self.stats.computed_tokens
         if report.stats is not None:
             self.stats.see(report.stats, report.restarts)
-        self.work.note(now, done=self.stats.computed_tokens - computed, was_busy=was_busy)
 
     def load(self, now: float) -> Load:
         """Return what it has to do, as its last report says."""
         queued = min(self.stats.queued, len(self.given))
+        rate = self.rate.lines_per_s if self.rate.is_certain else 0.0
         is_counted = now - self.given_at >= _COUNTED_AFTER_S
-        return Load(lines=len(self.given), queued=queued, is_counted=is_counted, rate=self.work.per_s)
+        return Load(lines=len(self.given), queued=queued, is_counted=is_counted, rate=rate)
 
     def give(self, lines: Iterable[PoolLine], now: float) -> None:
         """Note lines as its own."""
@@ -142,5 +144,5 @@ class Seat:
             restarts=self.restarts,
             in_flight=len(self.given),
             answered=self.answered,
-            lines_per_s=self.rate.per_s,
+            lines_per_s=self.rate.lines_per_s,
         )

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_LINES = 512  # of a lot
+_FEW_LINES = 64  # no instance waits for others with fewer
 # No line changes its instance for less: a share of what the slower instance has left.
 _LEAST_GAIN = 0.1
 # An instance with more than this share of its lines not begun lacks none.
 _ENOUGH_QUEUED = 1 / 8
-_LEAST_RATE = 1e-6  # tokens a second; less is not known
+_LEAST_RATE = 1e-6  # lines a second; less is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class Load:
         lines: That it has not answered.
         queued: Those of them that its engine has not begun, at the last count.
         is_counted: Whether that count has all lines that it was given.
-        rate: Tokens that it computes a second; 0 where it is not known.
+        rate: Lines that it answers a second; 0 where it is not known.
     """
 
     lines: int
@@ -33,6 +34,21 @@ class Load:
     def lacks(self) -> bool:
         """Whether it soon has nothing to begin."""
         return self.is_counted and self.queued <= _ENOUGH_QUEUED * self.lines
+
+
+def most_lines(depth: int, unanswered: int, ready: int, coming: int) -> int:
+    """Return the most lines that an instance has now.
+
+    While others start, their share waits for them: what an engine has begun cannot go to another one.
+
+    Args:
+        depth: The most lines that an instance has at a time.
+        unanswered: All lines.
+        ready: Number of instances that take lines, at least 1.
+        coming: Number of instances that take lines soon.
+    """
+    share = -(-unanswered // (ready + coming))
+    return min(depth, max(share, _FEW_LINES)) if coming else depth
 
 
 def lot_lines(waiting: int, instances: int, room: int) -> int:
@@ -53,9 +69,7 @@ def moves(loads: Sequence[Load]) -> tuple[int, int, int] | None:
     change of the rates. Instances whose rate is not known count as fast as the mean of the others.
     """
     known = [one.rate for one in loads if one.rate >= _LEAST_RATE]
-    if not known:
-        return None
-    mean = sum(known) / len(known)
+    mean = sum(known) / len(known) if known else 1.0
     rates = [one.rate if one.rate >= _LEAST_RATE else mean for one in loads]
     left = [one.lines / rate for one, rate in zip(loads, rates, strict=True)]
     sources = [number for number, one in enumerate(loads) if one.queued]

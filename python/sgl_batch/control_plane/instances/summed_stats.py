@@ -30,12 +30,6 @@ class InstanceStats:
         """The sequences that the last engine had not begun at its last reading."""
         return self._last.sequences.get("QUEUED", 0)
 
-    @property
-    def computed_tokens(self) -> float:
-        """The tokens of prompts and outputs that all engines have computed."""
-        counters = (self._before.counters, self._last.counters)
-        return sum(one.get("prompt_tokens", 0.0) + one.get("output_tokens", 0.0) for one in counters)
-
     def total(self) -> EngineStats:
         """Return the statistics since the instance started."""
         return summed((self._before, self._last))
