@@ -80,9 +80,10 @@ class ScriptedMember:
         self.running.clear()
         self.engine_is_down = True
 
-    async def take_back(self, count):
+    async def take_back(self, count, among=()):
         self._check()
-        keys = tuple(key for key in reversed(self.running) if key not in self.tokens)[:count]
+        keys = tuple(key for key in among if key in self.running)
+        keys = keys or tuple(key for key in reversed(self.running) if key not in self.tokens)[:count]
         for key in keys:
             del self.running[key]
         return keys

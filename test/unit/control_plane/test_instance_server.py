@@ -295,13 +295,14 @@ def test_the_last_tokens_of_lines_come_before_their_engines_death(tmp_path: Path
     with_instance(tmp_path, scenario)
 
 
-def test_lines_that_the_engine_has_begun_are_not_taken_back(tmp_path: Path) -> None:
+def test_lines_that_the_engine_has_begun_are_taken_back_only_by_their_keys(tmp_path: Path) -> None:
     async def scenario(one: Instance) -> None:
         await one.submit("a", "b", "c", "d")
         one.engine.num_begun = 3
         assert await one.server.take_back(4) == ("d",)
         await asyncio.sleep(0)
-        assert await one.answers("a", "b", "c") == ["a", "b", "c"]
+        assert await one.server.take_back(2, ("b", "d", "x")) == ("b",)
+        assert await one.answers("a", "c") == ["a", "c"]
 
     with_instance(tmp_path, scenario)
 

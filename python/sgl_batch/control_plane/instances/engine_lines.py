@@ -131,6 +131,13 @@ class EngineLines:
         self.drop(found)
         return tuple(found)
 
+    def give_up(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Abort those of these lines that wait for a living engine. Returns their keys."""
+        lines = [line for key in keys if (line := self._lines.get(key)) is not None and line.session.death is None]
+        found = tuple(line.key for line in lines)
+        self.drop(found)
+        return found
+
     def drop(self, keys: Iterable[str]) -> None:
         """Abort lines. They get no answer any more, and their engine's death does not name them."""
         for key in keys:

@@ -138,11 +138,14 @@ class InstanceServer:
             except TimeoutError:
                 continue
 
-    async def take_back(self, count: int) -> tuple[str, ...]:
-        """Abort up to so many lines that the engine has not begun, the last ones first. Returns their keys.
+    async def take_back(self, count: int, among: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Abort up to so many lines that the engine has not begun, the last ones first; or those of `among`.
 
-        The engine says how many it has not begun. With an order policy of its own these need not be the last ones.
+        Returns their keys. The engine says how many it has not begun; with an order policy of its own these need not
+        be the last ones.
         """
+        if among:
+            return self._lines.give_up(among)
         engine = self._engine.current()
         if engine is None:
             return ()

@@ -38,8 +38,10 @@ class Member(Protocol):
         """Return what is new."""
         ...
 
-    async def take_back(self, count: int) -> tuple[str, ...]:
-        """Take back up to so many lines of which it has no tokens yet, the last ones first. Returns their keys.
+    async def take_back(self, count: int, among: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Take back up to so many lines that its engine has not begun, the last ones first. Returns their keys.
+
+        `among`: take back these, begun or not.
 
         It gives no answer to them any more, unless it has one already: then their keys are not returned.
         """

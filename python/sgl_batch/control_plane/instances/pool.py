@@ -290,14 +290,15 @@ class InstancePool:
             if seat.group is not None:
                 return seat.group.wanted()
         lines, seat.reserved = seat.reserved, []
-        has, coming = len(seat.given) + len(lines), sum(one.is_coming for one in self._seats)
-        most = most_lines(self._depth, self._unanswered(), len(self._ready()), coming)
-        for _ in range(lot_lines(len(self._waiting), len(self._ready()), most - has)):
+        room = self._most_lines(seat) - len(seat.given) - len(lines)
+        for _ in range(lot_lines(len(self._waiting), len(self._ready()), room)):
             lines.append(self._waiting.popleft())
         return [line for line in lines if not line.answer.done()]
 
-    def _unanswered(self) -> int:
-        return len(self._waiting) + sum(len(one.given) + len(one.reserved) for one in self._seats)
+    def _most_lines(self, seat: Seat) -> int:
+        unanswered = len(self._waiting) + sum(len(one.given) + len(one.reserved) for one in self._seats)
+        rates = [one.sure_rate for one in self._seats if (one.is_ready and not one.draining) or one.is_coming]
+        return most_lines(self._depth, unanswered, seat.sure_rate, rates)
 
     def _isolated(self) -> Seat:
         """Return the instance that runs the next suspects: the one with the fewest lines, if none runs some already."""
@@ -370,14 +371,17 @@ class InstancePool:
     # The end of a batch.
 
     def _move(self) -> None:
-        """Let an instance that has much left give lines that it has not begun to one that soon has none to begin."""
+        """Let an instance that has much left give lines to one that soon has none to begin."""
         seats = [one for one in self._ready() if one.group is None]
         found = moves([one.load(self._clock()) for one in seats])
         if found is None or len(self._quarantine):
             return
-        source, target, count = seats[found[0]], seats[found[1]], found[2]
+        source, target = seats[found.source], seats[found.target]
+        among = source.movable(found.count) if found.begun else ()
         if len(target.given) < self._depth // 2:
-            self._moving = asyncio.ensure_future(self._guard(source, self._move_lines(source, target, count)))
+            self._moving = asyncio.ensure_future(
+                self._guard(source, self._move_lines(source, target, found.count, among))
+            )
             self._moving.add_done_callback(self._moved)
 
     def _moved(self, task: asyncio.Task[None]) -> None:
@@ -385,8 +389,10 @@ class InstancePool:
         if not task.cancelled():
             task.result()
 
-    async def _move_lines(self, source: Seat, target: Seat, count: int) -> None:
-        lines = await self._taken_back(source, count)
+    async def _move_lines(self, source: Seat, target: Seat, count: int, among: tuple[str, ...]) -> None:
+        lines = await self._taken_back(source, count, among)
+        for line in lines if among else ():
+            line.has_moved = True
         if target in self._seats and not target.draining:
             target.reserved.extend(lines)
             target.wake.set()
@@ -394,6 +400,6 @@ class InstancePool:
             self._waiting.extend(lines)
             self._wake_all()
 
-    async def _taken_back(self, seat: Seat, count: int) -> list[PoolLine]:
-        lines = [seat.take(key) for key in await seat.member.take_back(count)]
+    async def _taken_back(self, seat: Seat, count: int, among: tuple[str, ...] = ()) -> list[PoolLine]:
+        lines = [seat.take(key) for key in await seat.member.take_back(count, among)]
         return [line for line in lines if line is not None and not line.answer.done()]

@@ -13,13 +13,17 @@ from sgl_batch.engine.line_frames import unpack_body
 
 @dataclass(slots=True, eq=False)
 class PoolLine:
-    """A line from `respond` to its answer. `partial_output` is the caller's, and grows as instances report tokens."""
+    """A line from `respond` to its answer. `partial_output` is the caller's, and grows as instances report tokens.
+
+    `has_moved`: whether it was taken from an instance that had begun it; that happens once at most.
+    """
 
     key: str
     url: str
     body: bytes
     partial_output: PartialOutput
     answer: asyncio.Future[LineResponse]
+    has_moved: bool = False
 
     def message(self) -> Line:
         """Return the line as an instance gets it."""

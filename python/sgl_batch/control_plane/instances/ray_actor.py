@@ -68,6 +68,7 @@ class TakeBack(msgspec.Struct, frozen=True, array_like=True):
 
     call: str
     count: int
+    among: tuple[str, ...] = ()
 
 
 class Keys(msgspec.Struct, frozen=True, array_like=True):
@@ -155,7 +156,7 @@ class InstanceActor:
         """Take a TakeBack, and return Keys."""
         asked = decode(data, TakeBack)
         if asked.call != self._last_taken[0]:
-            self._last_taken = asked.call, encode(Keys(await self._serving().take_back(asked.count)))
+            self._last_taken = asked.call, encode(Keys(await self._serving().take_back(asked.count, asked.among)))
         return self._last_taken[1]
 
     async def cancel(self, data: bytes) -> bytes:

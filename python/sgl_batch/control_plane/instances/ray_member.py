@@ -83,9 +83,10 @@ class RayMember:
         """Return what is new."""
         return decode(await self._call("poll", encode(poll), poll.wait_s), Report)
 
-    async def take_back(self, count: int) -> tuple[str, ...]:
-        """Take back lines that it has not begun."""
-        return decode(await self._call("take_back", encode(TakeBack(secrets.token_hex(8), count))), Keys).keys
+    async def take_back(self, count: int, among: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Take back lines."""
+        asked = TakeBack(secrets.token_hex(8), count, among)
+        return decode(await self._call("take_back", encode(asked)), Keys).keys
 
     async def cancel(self, keys: tuple[str, ...]) -> None:
         """Abort lines."""

@@ -86,6 +86,11 @@ class Seat:
         return self.phase in READY
 
     @property
+    def sure_rate(self) -> float:
+        """Lines that it answers a second; 0 where too few are answered to compare it."""
+        return self.rate.lines_per_s if self.rate.is_certain else 0.0
+
+    @property
     def is_coming(self) -> bool:
         """Whether its engine takes lines soon, but not yet."""
         return self.phase in _COMING and not self.draining
@@ -107,9 +112,16 @@ class Seat:
     def load(self, now: float) -> Load:
         """Return what it has to do, as its last report says."""
         queued = min(self.stats.queued, len(self.given))
-        rate = self.rate.lines_per_s if self.rate.is_certain else 0.0
         is_counted = now - self.given_at >= _COUNTED_AFTER_S
-        return Load(lines=len(self.given), queued=queued, is_counted=is_counted, rate=rate)
+        movable = sum(not one.has_moved for one in self.given.values())
+        return Load(lines=len(self.given), queued=queued, is_counted=is_counted, movable=movable, rate=self.sure_rate)
+
+    def movable(self, count: int) -> tuple[str, ...]:
+        """Return the keys of up to so many lines that have not moved yet, those with the fewest tokens first."""
+        lines = sorted(
+            (one for one in self.given.values() if not one.has_moved), key=lambda one: len(one.partial_output)
+        )
+        return tuple(one.key for one in lines[:count])
 
     def give(self, lines: Iterable[PoolLine], now: float) -> None:
         """Note lines as its own."""
