@@ -29,6 +29,7 @@ from pathlib import Path
 from comparison.figures import spread
 from comparison.report import table
 from comparison.terminal import exit_code, say
+from several_instances.engines import Samples
 from several_instances.runs import Case, Outcome, run_case
 
 from sgl_batch.errors import ConfigError
@@ -66,6 +67,15 @@ def request_lines(questions: Path, count: int, tokens: int, model: str) -> list[
         one = {"custom_id": f"q-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
         lines.append(json.dumps(one))
     return lines
+
+
+def earlier_runs(record: Path) -> dict[str, list[Outcome]]:
+    """Return the runs of a record, by case; none where there is no record."""
+    found: dict[str, list[Outcome]] = defaultdict(list)
+    for run in json.loads(record.read_text("utf-8"))["runs"] if record.exists() else ():
+        samples = {int(core): Samples(**one) for core, one in run.pop("samples").items()}
+        found[run["case"]].append(Outcome(**run, samples=samples))
+    return found
 
 
 def rows(found: dict[str, list[Outcome]]) -> list[list[str]]:
@@ -129,7 +139,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ahead", type=int, default=256, help="lines of an instance that is not fed ahead (256)")
     parser.add_argument("--rounds", type=int, default=5, help="(5)")
     parser.add_argument("--only", default="", metavar="NAME,...", help="cases (default: all)")
-    parser.add_argument("--out", type=Path, help="where the record and the messages go (a temporary directory)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="where the record and the messages go; more rounds are added to a record there (a temporary directory)",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw idle time over time; needs matplotlib")
     parser.add_argument("engine", nargs="*", help="flags of the engine, behind --")
     args = parser.parse_args(argv)
@@ -138,20 +152,21 @@ def main(argv: Sequence[str]) -> int:
     wanted = [one for one in args.only.split(",") if one]
     chosen = [one for one in cases(args.ahead) if not wanted or one.name in wanted]
     lines = request_lines(args.questions, args.lines, args.tokens, args.model.name)
-    found: dict[str, list[Outcome]] = defaultdict(list)
     place = args.out or Path(tempfile.mkdtemp(prefix="instances-"))
     place.mkdir(parents=True, exist_ok=True)
+    found = earlier_runs(place / "record.json")
     flags = ["--served-model-name", args.model.name, *args.engine]
-    for number in range(args.rounds):
+    begun = max(map(len, found.values()), default=0)
+    for number in range(begun, begun + args.rounds):
         for case in chosen if number % 2 == 0 else chosen[::-1]:
             outcome = run_case(
                 case, args.model.resolve(), lines, place / f"{number}-{case.name.replace(' ', '_')}", flags
             )
             found[case.name].append(outcome)
-            say(f"round {number + 1} of {args.rounds}, {case.name}: {outcome.seconds:.1f} s")
+            say(f"round {number + 1} of {begun + args.rounds}, {case.name}: {outcome.seconds:.1f} s")
             record = {"command": sys.argv, "runs": [asdict(one) for runs in found.values() for one in runs]}
             (place / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    ordered = {one.name: found[one.name] for one in chosen}
+    ordered = {one.name: found[one.name] for one in cases(args.ahead) if found[one.name]}
     print(table(("case", "seconds", "reached", "idle", "restart s"), rows(ordered)))
     if args.plot is not None:
         draw(ordered, args.plot)

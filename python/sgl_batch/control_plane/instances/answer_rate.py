@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-# Engines answer in bursts: many sequences that began together end together.
 _WINDOW_S = 60.0
-_LEAST_ANSWERS = 32
+# Engines answer in bursts: many sequences that began together end together.
+_LEAST_ANSWERS = 128
 
 
 class AnswerRate:
-    """The answers of the last busy minute. A time without lines says nothing about the rate."""
+    """The answers of the last busy minute, and at least the last 128. A time without lines says nothing about the rate."""
 
     def __init__(self, now: float) -> None:
         self._seen_at = now
@@ -25,8 +25,11 @@ class AnswerRate:
         self._answered += answered
         if self._busy_s - self._samples[-1][0] >= 1.0:
             self._samples.append((self._busy_s, self._answered))
-        while len(self._samples) > 1 and self._samples[1][0] <= self._busy_s - _WINDOW_S:
+        while len(self._samples) > 1 and self._is_past(*self._samples[1]):
             self._samples.popleft()
+
+    def _is_past(self, busy_s: float, answered: int) -> bool:
+        return busy_s <= self._busy_s - _WINDOW_S and answered <= self._answered - _LEAST_ANSWERS
 
     @property
     def lines_per_s(self) -> float:
