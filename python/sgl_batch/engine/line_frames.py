@@ -100,15 +100,31 @@ FromFront = Respond | Cancel | Count
 M = TypeVar("M")
 
 
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(dict[str, Any])
+
+
 def pack_body(body: Mapping[str, object]) -> bytes:
-    """Return the bytes of the body of a request or an answer."""
+    """Return the bytes of the body of a request or an answer. Equal bodies have equal bytes."""
+    try:
+        data = _ENCODER.encode(body)
+    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 has no bytes for
+        return _pack_any(body)
+    # A number that is not finite is null there too.
+    return _pack_any(body) if b"null" in data else data
+
+
+def _pack_any(body: Mapping[str, object]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
 def unpack_body(data: bytes) -> dict[str, Any]:
     """Return the body of a request or an answer."""
-    body: dict[str, Any] = json.loads(data)
-    return body
+    try:
+        return _DECODER.decode(data)
+    except msgspec.MsgspecError:  # what `_pack_any` writes, and JSON does not have
+        body: dict[str, Any] = json.loads(data)
+        return body
 
 
 def write_frame(message: msgspec.Struct) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -121,6 +122,17 @@ def test_answers_reach_their_callers_in_any_order():
 def test_a_body_travels_unchanged_whatever_numbers_and_characters_it_has():
     body = {"big": 10**40, "negative": -(2**63) - 1, "half": "\ud800", "text": "é\u2028", "deep": [{"x": [None, 1.5]}]}
     assert unpack_body(pack_body(body)) == body
+
+
+def test_a_number_that_is_not_finite_does_not_become_null():
+    body = {"logprob": float("-inf"), "other": [None, "null", float("inf")]}
+    assert unpack_body(pack_body(body)) == body
+
+
+def test_equal_bodies_have_equal_bytes():
+    bodies = [{"a": [1.0, 1e22, None], "b": "é"}, {"a": "\ud800", "b": 10**40}]
+    for body in bodies:
+        assert pack_body(body) == pack_body(json.loads(json.dumps(body)))
 
 
 def test_statistics_come_with_those_of_ranks():
