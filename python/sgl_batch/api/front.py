@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -94,6 +95,7 @@ async def _serve(options: FrontOptions, make_keeper: KeeperFactory, listener: so
             supervising = keeper.start()
             ending.push_async_callback(stopping.done)
             stopping.started()
+            gc.freeze()  # else the collector searches what was imported again and again, which costs more than a line
             return await _until_stopped(server, keeper, supervising, listener)
 
 

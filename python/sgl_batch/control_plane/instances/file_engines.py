@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,7 @@ class FileEngines:
                 raise EngineError(f"no instance can start: {state.message}")
         self._pool = pool
         self.num_engines = max(1, len(self._engines.rows()))
+        gc.freeze()  # else the collector searches what was imported again and again, which costs more than a line
 
     def line_engine(self) -> InstancePool:
         """Return the instances as one engine."""
