@@ -11,6 +11,7 @@ import pytest
 
 from sgl_batch.cli.plan.command import plan_command
 from sgl_batch.cli.run.options import run_flags
+from sgl_batch.planner.feeding import feeding_s
 from sgl_batch.startup.kept_profile import keep_profile, machine_facts
 
 TINY = Path(__file__).resolve().parents[3] / "test" / "models" / "tiny-qwen3-moe"
@@ -47,6 +48,31 @@ def test_without_a_profile_the_engines_defaults_hold(capsys):
     assert (code, message["plan"]["flags"]) == (0, [])
     assert "--profile makes one" in message["profile"]["text"]
     assert message["memory"]["source"] == "counted"
+
+
+def test_several_instances_take_the_time_of_one_share_and_of_feeding_all(capsys, profile_file):
+    share = to_message(capsys, "--profile-file", profile_file, "--workload", "64:32x300")[1]["plan"]
+    asked = ("--profile-file", profile_file, "--workload", "64:32x900", "--instances", "3", "--deadline", "1h")
+    code, message = to_message(capsys, *asked)
+    found = message["instances"]
+    assert (code, found["count"], found["requests_each"]) == (0, 3, 300)
+    assert found["share_s"] == message["plan"]["seconds"] == share["seconds"]
+    assert found["feeding_s"] == pytest.approx(feeding_s(900, 3), abs=0.001)
+    assert found["seconds"] == pytest.approx(share["seconds"] + feeding_s(900, 3), abs=0.002)
+    assert message["deadline"]["whole_s"] == pytest.approx(found["seconds"], abs=0.002)
+    assert "--instances 3" in message["run_flags"]
+    assert "assumed" in found["source"]
+    assert plan_command(["--model", str(TINY), *map(str, asked)]) == 0
+    assert "3, each with 300 requests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["0", "two", "9999999"])
+def test_a_wrong_number_of_instances_is_refused(capsys, number):
+    assert f"--instances is {number!r}" in error_of(capsys, "--model", TINY, "--instances", number)
+
+
+def test_several_instances_need_a_profile(capsys):
+    assert "--instances needs a prediction" in error_of(capsys, "--model", TINY, "--instances", "2")
 
 
 def test_with_a_profile_there_is_a_plan_with_its_time_and_a_runner_up(capsys, profile_file):

@@ -97,10 +97,15 @@ def test_the_flags_of_ranks_are_those_of_the_chosen_layout(capsys):
     assert ("--enable-dp-attention" in message["run_flags"]) == (message["plan"]["layout"]["ranks"] > 1)
 
 
-def test_several_instances_split_the_input(capsys):
+def test_several_instances_are_one_run(capsys):
     said = to_text(capsys, *ON_H100, "--gpus", "2")
     chosen = to_message(capsys, *ON_H100, "--gpus", "2")[1]["plan"]["layout"]
-    assert ("Split INPUT into 2 parts" in said) == (chosen["instances"] == 2)
+    assert ("--instances 2" in said) == (chosen["instances"] == 2)
+
+
+def test_instances_of_this_machine_are_none_of_other_hardware(capsys):
+    said = error_of(capsys, "--model", TINY, *ON_H100, "--instances", "2")
+    assert "--gpus" in said
 
 
 def test_a_deadline_that_is_met_says_by_how_much(capsys):

@@ -21,6 +21,7 @@ from sgl_batch.cli.plan.report import (
     MEASURED,
     deadline_message,
     hardware_message,
+    instances_message,
     memory_message,
     outcome_message,
     too_large,
@@ -37,6 +38,7 @@ from sgl_batch.planner.search import Planned
 from sgl_batch.planner.sheet_costs import Assumptions
 
 FORMAT = "sgl_batch.plan/1"
+_MOST_INSTANCES = 4096
 
 
 def plan_command(argv: Sequence[str]) -> int:
@@ -73,14 +75,25 @@ def _here(args: argparse.Namespace, config: BatchConfig) -> tuple[Predictor, dic
     if args.gpus is not None:
         names = f"--hardware {DATA_SHEETS[0].name}"
         raise ConfigError(f"--gpus is for GPUs of a data sheet; name them too, as in {names}")
+    instances = _instances(args)
     subject = read_subject(args, config.forward.cpu_weight_dtype)
     profile, why_none = profile_here(args, subject)
-    predictor = predictor_here(subject, config, profile)
+    predictor = predictor_here(subject, config, profile, instances)
     message = {"profile": profile_message(profile, why_none)}
     return predictor, {**_head(args, subject), **message}
 
 
+def _instances(args: argparse.Namespace) -> int:
+    text = args.instances or "1"
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(_MOST_INSTANCES)) else 0
+    if not 1 <= number <= _MOST_INSTANCES:
+        raise ConfigError(f"--instances is {text!r}; it takes a number of engines from 1 to {_MOST_INSTANCES:,}")
+    return number
+
+
 def _on_sheet(args: argparse.Namespace, config: BatchConfig) -> tuple[Predictor, dict[str, Any]]:
+    if args.instances is not None:
+        raise ConfigError("--instances is of this machine; with --hardware the plan makes instances of the --gpus")
     sheet, gpus, assumed = sheet_named(args.hardware), parse_gpus(args.gpus or "1"), Assumptions()
     if args.profile or args.profile_file:
         raise ConfigError(
@@ -105,6 +118,8 @@ def _predicted(predictor: Predictor, args: argparse.Namespace, deadline_s: float
     exchange = predictor.costs_of(best.layout).exchange
     if exchange is not None:
         message["exchange"] = {"text": exchange.label, "bytes_per_s": exchange.bytes_per_s, "source": source}
+    if best.layout.instances > 1:
+        message["instances"] = instances_message(best, predictor.subject.workload, source)
     host = predictor.host_memory()
     if host:
         message["host_memory"] = {**host, "source": COUNTED}
@@ -124,7 +139,7 @@ def _draw(predictor: Predictor, best: Planned, target: Path, source: str) -> Non
 
 
 def _refuse_without_profile(args: argparse.Namespace) -> None:
-    for flag, value in (("--deadline", args.deadline), ("--picture", args.picture)):
+    for flag, value in (("--deadline", args.deadline), ("--picture", args.picture), ("--instances", args.instances)):
         if value is not None:
             raise ConfigError(
                 f"{flag} needs a prediction, and there is no profile of this machine: make one with --profile, or name "
@@ -144,7 +159,9 @@ def _run_flags(args: argparse.Namespace, found: dict[str, Any]) -> list[str]:
     """Return all flags that a run of the plan takes: those of the plan, and those of memory that were given here."""
     given = [f"--model {args.model}"]
     given += [] if args.dtype == "auto" else [f"--dtype {args.dtype}"]
-    chosen = (found.get("plan") or {}).get("flags", [])
+    plan = found.get("plan") or {}
+    chosen, instances = plan.get("flags", []), plan.get("layout", {}).get("instances", 1)
+    given += [f"--instances {instances}"] if instances > 1 else []
     for name in RUN_FLAGS:
         flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
         if value != batch_config.BatchConfig().flat()[name] and flag not in chosen:

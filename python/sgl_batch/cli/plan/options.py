@@ -79,6 +79,11 @@ def plan_parser() -> argparse.ArgumentParser:
         help="with --hardware NAME: how many there are (default: 1); the plan makes instances of several ranks of them",
     )
     parser.add_argument(
+        "--instances",
+        metavar="N",
+        help="plan for N engines of one batch, each with cores of its own, as many as the profile was made with",
+    )
+    parser.add_argument(
         "--deadline",
         metavar="TIME",
         help="say whether the batch is done in this time, or how many of its requests: 90s, 10m or 1.5h",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_batch.cli.plan.subject import Subject
 from sgl_batch.config import BatchConfig
@@ -16,6 +16,7 @@ from sgl_batch.planner.candidate_memory import CandidateMemory, remembered
 from sgl_batch.planner.candidates import Allowed, kv_forms
 from sgl_batch.planner.cost_model import CostModel, fit
 from sgl_batch.planner.data_sheets import HERE, DataSheet, sheet_of_gpu
+from sgl_batch.planner.feeding import feeding_s
 from sgl_batch.planner.layer_bars import PassPicture, pass_picture
 from sgl_batch.planner.layouts import ONE_GPU, Layout, kv_parts, layouts, rank_layers, share_of
 from sgl_batch.planner.needs import Target
@@ -85,7 +86,7 @@ class Predictor:
             planned.memory,
         )
         assert found is not None, "what fits all fits some"
-        return found.seconds
+        return found.seconds + feeding_s(count, layout.instances)
 
     def pictured(self, planned: Planned) -> list[PassPicture]:
         """Return layers of a mean decode step and of the first prefill group of a plan, of its most frequent kind."""
@@ -151,8 +152,8 @@ class Predictor:
         )
 
 
-def predictor_here(subject: Subject, config: BatchConfig, profile: Profile | None) -> Predictor:
-    """Return what predicts for this machine with its profile; without one it counts memory alone."""
+def predictor_here(subject: Subject, config: BatchConfig, profile: Profile | None, instances: int = 1) -> Predictor:
+    """Return what predicts for so many engines like that of the profile; without one it counts memory alone."""
     device = CPU if hardware()["gpu"] is None else GPU
     if profile is not None and config.memory.weights == "streamed" and "disk" not in profile.rates:
         raise ConfigError(
@@ -170,7 +171,7 @@ def predictor_here(subject: Subject, config: BatchConfig, profile: Profile | Non
         device=device,
         budget=_budget_here(config, device),
         config=config,
-        among=[ONE_GPU],
+        among=[replace(ONE_GPU, instances=instances)],
         costs_of=costs_of,
         cores=0 if profile is None else int(profile.machine["cores"]),
         most=0 if config.memory.device_memory else free_bytes(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
@@ -10,7 +11,8 @@ from sgl_batch.cli.plan.durations import in_words
 from sgl_batch.planner.candidate import NOT_IMPLEMENTED, flags_of
 from sgl_batch.planner.data_sheets import DataSheet
 from sgl_batch.planner.deadline import WithinDeadline
-from sgl_batch.planner.layouts import Layout
+from sgl_batch.planner.feeding import feeding_s
+from sgl_batch.planner.layouts import Layout, share_of
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, Outcome, Planned
 from sgl_batch.planner.sheet_costs import ASSUMED, DATA_SHEET, Assumptions
@@ -86,6 +88,20 @@ def layout_message(layout: Layout) -> dict[str, Any]:
         "tensor_parallel": layout.tensor,
         "text": layout.text(),
         **({"label": layout.label} if layout.label else {}),
+    }
+
+
+def instances_message(best: Planned, workload: Workload, source: str) -> dict[str, Any]:
+    """Return what several instances take for a batch together: the time of one's share, and of feeding them all."""
+    layout = best.layout
+    feeding = feeding_s(workload.count, layout.instances)
+    return {
+        "count": layout.instances,
+        "requests_each": share_of(workload, replace(layout, ranks=1)).count,
+        "share_s": round(best.prediction.seconds, 3),
+        "feeding_s": round(feeding, 3),
+        "seconds": round(best.prediction.seconds + feeding, 3),
+        "source": source if source == FROM_SHEET else f"{source}, {ASSUMED}",
     }
 
 

@@ -39,18 +39,7 @@ def text(message: Mapping[str, Any]) -> str:
         rows.append(("host memory", f"of the machine of an instance: {uses} ({host['source']})"))
     if "picture" in message:
         rows.append(("picture", message["picture"]))
-    return _table(rows) + _run_lines(message, plan)
-
-
-def _run_lines(message: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
-    command = f"sgl-batch run -i INPUT -o OUTPUT {' '.join(message['run_flags'])}\n"
-    instances = plan.get("layout", {}).get("instances", 1)
-    if instances == 1:
-        return f"\nRun it with: {command}"
-    return (
-        f"\nSplit INPUT into {instances} parts with the same mix of lengths, and run each of them on GPUs of its own "
-        f"with: {command}"
-    )
+    return _table(rows) + f"\nRun it with: sgl-batch run -i INPUT -o OUTPUT {' '.join(message['run_flags'])}\n"
 
 
 def _hardware(message: Mapping[str, Any]) -> Rows:
@@ -116,6 +105,16 @@ def _times(message: Mapping[str, Any], plan: Mapping[str, Any], output_tokens: i
     ]
     if "experts_kept" in plan:
         rows.append(("experts", f"{plan['experts_kept']:.0%} of each layer's stay in memory in decode (counted)"))
+    if "instances" in message:
+        found = message["instances"]
+        rows.append(
+            (
+                "instances",
+                f"{found['count']:,}, each with {found['requests_each']:,} requests, whose time is that above. With "
+                f"{in_words(found['feeding_s'])} for feeding them the batch takes {in_words(found['seconds'])} "
+                f"({found['source']})",
+            )
+        )
     if "deadline" in message:
         rows.append(("deadline", f"{message['deadline']['text']} ({source})"))
     if "runner_up" in message:
