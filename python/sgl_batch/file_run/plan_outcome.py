@@ -63,14 +63,17 @@ def compare(
 
     Args:
         planned: What the manifest says about the plan (`StartPlan.as_dict`).
-        prediction: Of the lengths that came out; None where there is none.
+        prediction: Of the lengths that came out; None where there is none. One without parts is compared as a whole.
         stats: What the engine counted during the run.
         wall_s: Seconds of the run.
     """
     source = str(planned.get("source", ""))
     if prediction is None or not stats.part_s:
         return PlanOutcome(source=source)
-    predicted, measured = _predicted(prediction), _measured(stats, wall_s)
+    if prediction.parts:
+        predicted, measured = _predicted(prediction), _measured(stats, wall_s)
+    else:
+        predicted, measured = {_TOTAL: prediction.seconds}, {_TOTAL: wall_s}
     shown = [part for part in measured if predicted[part] >= 0.005 or measured[part] >= 0.005 or part == _TOTAL]
     return PlanOutcome(
         source=source,
@@ -106,4 +109,5 @@ def _note(difference: float, stats: EngineStats, again: str) -> str:
     shared, computed = (stats.counters.get(name, 0) for name in ("prompt_tokens_shared", "prompt_tokens"))
     if shared > _MUCH_SHARED * (shared + computed):
         return f"The run took {how} than predicted: that prompts share their beginnings is not predicted."
-    return f"The run took {how} than predicted: make the profile again on an idle machine, with {again}"
+    remedy = f": make the profile again on an idle machine, with {again}" if again else ""
+    return f"The run took {how} than predicted{remedy or '.'}"

@@ -41,6 +41,16 @@ def test_each_part_stands_beside_its_prediction_and_the_parts_add_up():
     assert found.lines()[-1].split() == ["total", "10.00", "s", "11.00", "s", "+10%"]
 
 
+def test_a_prediction_without_parts_is_compared_as_a_whole():
+    found = outcome(prediction=Prediction(seconds=10.0, prefill_s=3.0))
+    assert (found.predicted, found.measured) == ({"total": 10.0}, {"total": 11.0})
+
+
+def test_a_large_difference_without_a_profile_to_make_again_is_only_said():
+    found = compare({"source": "s"}, Prediction(seconds=10.0), EngineStats(part_s={"attention": 1.0}), 15.0)
+    assert found.note == "The run took 50% longer than predicted."
+
+
 @pytest.mark.parametrize(
     ("wall_s", "note"),
     [

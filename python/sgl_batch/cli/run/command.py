@@ -113,7 +113,7 @@ def _prepare(options: RunOptions) -> PrepareEngine:
     def prepare(engine_argv: Sequence[str], workload: Estimate) -> StartEngine:
         from sgl_batch.control_plane.instances.file_engines import prepare_instances
 
-        return prepare_instances(instances, engine_argv, options.max_in_flight)
+        return prepare_instances(instances, engine_argv, options.max_in_flight, workload)
 
     return prepare
 

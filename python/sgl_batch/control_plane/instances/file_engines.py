@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -14,6 +15,7 @@ from sgl_batch.api.instance_flags import InstanceOptions
 from sgl_batch.control_plane.instances.cluster import check_ray, connect
 from sgl_batch.control_plane.instances.engine_needs import EngineNeeds, engine_needs
 from sgl_batch.control_plane.instances.engines import InstanceEngines
+from sgl_batch.control_plane.instances.forecast import OWN_PLANS, Forecast, forecast_of
 from sgl_batch.control_plane.instances.make_engines import instance_needs, namespace_of
 from sgl_batch.control_plane.instances.pool import InstancePool
 from sgl_batch.control_plane.instances.ray_host import RayHost
@@ -26,9 +28,11 @@ from sgl_batch.planner.workload import Workload
 
 _LOOK_EVERY_S = 0.2
 
+Estimate = Callable[[Path | None], Workload | None]
+
 
 def prepare_instances(
-    options: InstanceOptions, engine_argv: Sequence[str], max_in_flight: int
+    options: InstanceOptions, engine_argv: Sequence[str], max_in_flight: int, workload: Estimate
 ) -> Callable[[], FileEngines]:
     """Check what can be checked without a cluster; return the function that starts the instances.
 
@@ -36,24 +40,35 @@ def prepare_instances(
         options: How many there are, and where.
         engine_argv: The flags of each engine, which checks them itself.
         max_in_flight: The most lines that an instance has at a time.
+        workload: Estimates the batch; it gets the directory of the tokenizer, where that is known.
     """
     check_ray()
     asked = engine_needs(engine_argv)
-    return lambda: FileEngines.start(options, asked, max_in_flight)
+    tokenizer = Path(asked.model) if asked.model is not None else None
+    return lambda: FileEngines.start(options, asked, max_in_flight, lambda: workload(tokenizer))
 
 
 class FileEngines:
     """The instances of one run, as `sgl-batch run` uses an engine. `num_engines`: how many took part at the start."""
 
-    def __init__(self, engines: InstanceEngines, directory: OwnedDirectory) -> None:
-        self._engines, self._directory = engines, directory
+    def __init__(
+        self, engines: InstanceEngines, directory: OwnedDirectory, workload: Callable[[], Workload | None]
+    ) -> None:
+        self._engines, self._directory, self._workload = engines, directory, workload
+        self._forecast: Forecast | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._pool: InstancePool | None = None
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.num_engines = 1
 
     @classmethod
-    def start(cls, options: InstanceOptions, asked: EngineNeeds, max_in_flight: int) -> FileEngines:
+    def start(
+        cls,
+        options: InstanceOptions,
+        asked: EngineNeeds,
+        max_in_flight: int,
+        workload: Callable[[], Workload | None] = lambda: None,
+    ) -> FileEngines:
         """Join a cluster or start one, and wait until an instance is ready. Raises ConfigError, or EngineError."""
         remove_abandoned("sgl-batch-run-")
         directory = OwnedDirectory.make("sgl-batch-run-")
@@ -76,6 +91,7 @@ class FileEngines:
                     is_run=True,
                 ),
                 directory,
+                workload,
             )
             undo.pop_all()
         try:
@@ -106,13 +122,19 @@ class FileEngines:
 
     def plan_manifest(self) -> Mapping[str, Any]:
         """Return the instances for the manifest. Each plans for itself, with all flags alike."""
+        pool = self.line_engine()
+        self._forecast = forecast_of(pool.plan_rates, len(pool.loads()), self.num_engines)
+        workload = self._workload() if self._forecast is not None else None
+        planned: Mapping[str, Any] = {"source": OWN_PLANS, "chosen": {}}
+        if self._forecast is not None and workload is not None:
+            planned = self._forecast.planned(workload)
         names = ("name", "node", "cores", "gpus")
         rows = [{name: getattr(row, name) for name in names} for row in self._engines.rows()]
-        planned = {"source": "each instance takes its own plan", "chosen": {}}
         return {"planned": planned, "choices": {}, "instances": rows}
 
     def predict(self, workload: Workload) -> Prediction | None:
-        """Return None: nothing predicts several instances here."""
+        """Return the predicted run of a batch, without its parts; None where the instances' plans predict nothing."""
+        return None if self._forecast is None else self._forecast.predict(workload)
 
     def plan_basis(self) -> PlanBasis | None:
         """Return None: the plan of an instance is not refined during a run."""
