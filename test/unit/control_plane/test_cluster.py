@@ -11,7 +11,7 @@ import pytest
 
 from sgl_batch.control_plane.instances import cluster
 from sgl_batch.control_plane.instances.address_look import RAY_VERSION, check_address, check_found
-from sgl_batch.control_plane.instances.cluster import Cluster, NodeFacts, as_node, check_ray, fault_of
+from sgl_batch.control_plane.instances.cluster import Cluster, NodeFacts, as_node, check_ray, fault_of, is_agent
 from sgl_batch.errors import ConfigError
 from sgl_batch.installed_versions import version_of
 
@@ -39,6 +39,22 @@ def test_a_cluster_that_fits_is_joined() -> None:
 def test_a_cluster_that_does_not_fit_is_refused(said: str, errors: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_found("head:6379", said, errors)
+
+
+@pytest.mark.parametrize(
+    ("command", "is_one"),
+    [
+        (["python", "-u", "/agent/ray/dashboard/agent.py", "--x=1"], True),
+        (["python", "/venv/ray/_private/runtime_env/agent/main.py", "--x=1"], True),
+        (["ray::DashboardAgent"], True),
+        (["ray::RuntimeEnvAgent", ""], True),
+        (["ray::IDLE"], False),
+        (["/agent/bin/python3", "/agent/ray/_private/workers/default_worker.py", "--runtime-env-agent-port=1"], False),
+        ([], False),
+    ],
+)
+def test_agents_are_told_from_workers(command: list[str], is_one: bool) -> None:
+    assert is_agent(command) == is_one
 
 
 @pytest.mark.parametrize("address", ["head", "auto", "ray://head:10001", "head:0", ":6379"])

@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 import platform
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sgl_batch.control_plane.instances.address_look import RAY_VERSION, check_address
 from sgl_batch.control_plane.instances.host import HostEndedError
 from sgl_batch.control_plane.instances.placement import Node
+from sgl_batch.control_plane.instances.process_guard import ProcessGuard
 from sgl_batch.control_plane.ray_environment import prepare
 from sgl_batch.errors import ConfigError
 from sgl_batch.installed_versions import version_of
@@ -46,10 +49,11 @@ class Cluster:
     Args:
         namespace: In which the names of instances lie.
         is_own: Whether the cluster was started here, and ends with this process.
+        agents: Ends Ray's agents of a cluster of our own.
     """
 
-    def __init__(self, namespace: str, *, is_own: bool) -> None:
-        self.namespace, self.is_own = namespace, is_own
+    def __init__(self, namespace: str, *, is_own: bool, agents: ProcessGuard | None = None) -> None:
+        self.namespace, self.is_own, self._agents = namespace, is_own, agents
         self._facts: dict[str, NodeFacts] = {}
 
     def nodes(self, model: str | None) -> list[Node]:
@@ -139,6 +143,8 @@ class Cluster:
         import ray
 
         ray.shutdown()
+        if self._agents is not None:
+            self._agents.close()
 
 
 def connect(address: str | None, directory: Path, namespace: str) -> Cluster:
@@ -169,7 +175,32 @@ def connect(address: str | None, directory: Path, namespace: str) -> Cluster:
                 f"the Ray cluster at --ray-address {address} cannot be joined" if address else "Ray cannot be started"
             )
             raise ConfigError(f"{what}: {error}") from error
-    return Cluster(namespace, is_own=address is None)
+    return Cluster(namespace, is_own=address is None, agents=_guarded_agents() if address is None else None)
+
+
+def _guarded_agents() -> ProcessGuard | None:
+    """Let Ray's agents on this machine end with this process, as its other processes do.
+
+    By themselves they try for a minute to report the raylet's death to a cluster that has ended too.
+    """
+    try:
+        raylets = [one for one in psutil.Process().children() if one.name() == "raylet"]
+        children = [child for raylet in raylets for child in raylet.children()]
+        return ProcessGuard([child.pid for child in children if is_agent(_command_of(child))])
+    except (OSError, psutil.Error) as error:
+        logger.warning("if this process is killed, Ray's agents will run on for a minute: %s", error)
+        return None
+
+
+def _command_of(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
+
+
+def is_agent(command: Sequence[str]) -> bool:
+    """Return whether a raylet's child is one of its agents, by its command or its title, and no worker."""
+    return any("agent" in "/".join(Path(word).parts[-2:]).lower() for word in command[:3] if not word.startswith("-"))
 
 
 def check_ray() -> None:
