@@ -117,6 +117,45 @@ def test_a_line_that_kills_engines_gets_an_error_and_all_others_are_answered():
     run(scenario())
 
 
+def test_lines_that_an_engine_had_not_begun_are_not_suspected_of_its_death():
+    async def scenario():
+        member = ScriptedMember("a", rate=0)
+        outputs = [PartialOutput() for _ in range(100)]
+        async with pool_of(member) as pool:
+            calls = (pool.respond(URL, body(number), output) for number, output in enumerate(outputs))
+            tasks = [asyncio.ensure_future(call) for call in calls]
+            await until(lambda: len(member.running) == 100)
+            member.tokens = {key: [1] for key in list(member.running)[:10]}
+            await until(lambda: sum(map(len, outputs)) == 10)
+            lots = len(member.lots)
+            member.die()
+            member.tokens = {}
+            member.rate = 1000
+            await answers(tasks)
+        sizes = [len(lot) for lot in member.lots[lots:]]
+        assert sum(sizes) == 100
+        assert sizes[:10] == [1] * 10  # few suspects run one by one
+
+    run(scenario())
+
+
+def test_the_others_go_on_while_an_instance_whose_engine_died_starts_again():
+    async def scenario():
+        died, other = ScriptedMember("a", rate=0), ScriptedMember("b", rate=1)
+        async with pool_of(died, other) as pool:
+            tasks = ask(pool, range(200))
+            await until(lambda: died.running and other.running)
+            died.phase = "restarting"
+            died.die()
+            await until(lambda: len(other.served) > 20)
+            assert not died.running
+            died.phase, died.rate, other.rate = "ready", 1000, 1000
+            await answers(tasks)
+        assert died.served
+
+    run(scenario())
+
+
 def test_a_line_that_waits_for_an_instance_that_runs_suspects_goes_on_elsewhere_when_that_is_lost():
     async def scenario():
         computed = key_of(URL, pack_body(body(9)), 0)

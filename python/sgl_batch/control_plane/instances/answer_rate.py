@@ -10,7 +10,7 @@ _LEAST_ANSWERS = 128
 
 
 class AnswerRate:
-    """The answers of the last busy minute, and at least the last 128. A time without lines says nothing about the rate."""
+    """The answers of the last busy minute, at least the last 128. A time without lines says nothing about the rate."""
 
     def __init__(self, now: float) -> None:
         self._seen_at = now

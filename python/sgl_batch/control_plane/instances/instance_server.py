@@ -22,6 +22,7 @@ from sgl_batch.control_plane.instances.http_messages import Control, Controlled,
 from sgl_batch.control_plane.instances.messages import EngineDeath, EngineFacts, Lot, Poll, Report, Tokens
 from sgl_batch.control_plane.instances.service_state import ServiceState
 from sgl_batch.control_plane.instances.spool import Spool
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.errors import EngineError
 
 STOPPED = "instance_stopped"
@@ -90,6 +91,7 @@ class InstanceServer:
         self._tokens_at = clock()
         self._news = asyncio.Event()
         self._reported: object = None
+        self._reported_stats: EngineStats | None = None
         self._supervising: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._engine = PreparedEngine(supervisor, self._news.set)
@@ -161,7 +163,7 @@ class InstanceServer:
 
     async def known(self) -> tuple[str, ...]:
         """Return the keys of the lines in flight. The caller knows nothing yet: the next report is given at once."""
-        self._reported = None
+        self._reported = self._reported_stats = None
         return self._lines.keys
 
     async def stop(self) -> None:
@@ -226,8 +228,14 @@ class InstanceServer:
             deaths=() if self._tokens_of_dead else tuple(one for one in self._deaths if one.number > poll.after_death),
             tokens=tokens,
             in_flight=len(self._lines),
-            stats=self._supervisor.view.stats,
+            stats=self._new_stats(),
         )
+
+    def _new_stats(self) -> EngineStats | None:
+        """Return the statistics of the engine if they were not reported yet: they come once a second."""
+        stats, before = self._supervisor.view.stats, self._reported_stats
+        self._reported_stats = stats
+        return None if stats is before else stats
 
     def _new_tokens(self) -> tuple[Tokens, ...]:
         found: list[Tokens] = []

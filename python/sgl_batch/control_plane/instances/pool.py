@@ -33,8 +33,9 @@ from sgl_batch.jobs.result_lines import engine_crashed_response
 logger = logging.getLogger(__name__)
 
 _POLL_WAIT_S = 1.0
-# Between two polls, and after a small lot: answers and lines that come meanwhile go together.
-_PAUSE_S = 0.1
+# Between two polls, and after a small lot: answers and lines that come meanwhile go together. An instance with many
+# lines answers many at once, and is asked less often: each poll takes milliseconds of its cores.
+_PAUSE_S, _LONG_PAUSE_S = 0.1, 0.5
 _SMALL_LOT = 64
 
 Lost = Callable[[Member, str], None]
@@ -301,9 +302,13 @@ class InstancePool:
         return most_lines(self._depth, unanswered, seat.sure_rate, rates)
 
     def _isolated(self) -> Seat:
-        """Return the instance that runs the next suspects: the one with the fewest lines, if none runs some already."""
-        ready = self._ready()
-        return next((one for one in ready if one.group is not None), None) or min(ready, key=lambda one: len(one.given))
+        """Return the instance that runs the next suspects: the one with the fewest lines, if none runs some already.
+
+        That is mostly the one whose engine has died, once it is back; meanwhile the others go on.
+        """
+        running = next((one for one in self._ready() if one.group is not None), None)
+        candidates = [one for one in self._seats if one.is_coming or (one.is_ready and not one.draining)]
+        return running or min(candidates, key=lambda one: len(one.given))
 
     def _release(self, seat: Seat) -> None:
         """Let lines go elsewhere that were to go to an instance next."""
@@ -328,12 +333,13 @@ class InstancePool:
             began = self._clock()
             report = await seat.member.poll(seat.poll(_POLL_WAIT_S))
             await self._take_in(seat, report)
-            await asyncio.sleep(max(0.0, _PAUSE_S - (self._clock() - began)))
+            pause_s = _LONG_PAUSE_S if len(seat.given) > _SMALL_LOT else _PAUSE_S
+            await asyncio.sleep(max(0.0, pause_s - (self._clock() - began)))
 
     async def _take_in(self, seat: Seat, report: Report) -> None:
         if report.incarnation != seat.member.incarnation:
             return
-        was_ready = seat.is_ready
+        was_ready, queued = seat.is_ready, seat.stats.queued
         seat.see(report, self._clock())
         seat.introduced = seat.introduced or not report.answers
         for update in report.tokens:
@@ -344,7 +350,7 @@ class InstancePool:
             seat.take(answered.key)
             self._table.answered(seat, answered)
         for death in report.deaths:
-            self._died(seat, death)
+            self._died(seat, death, queued)
         if seat.phase == OUTDATED:
             self._release(seat)
         if seat.group is not None and not seat.given and not seat.group.wanted():
@@ -357,14 +363,18 @@ class InstancePool:
         if not self._waiting and self._moving is None:
             self._move()
 
-    def _died(self, seat: Seat, death: EngineDeath) -> None:
+    def _died(self, seat: Seat, death: EngineDeath, queued: int) -> None:
+        """Take in a death. `queued`: how many lines the engine had not begun, at the last report before it."""
         seat.after_death = death.number
         logger.error("instance %s: its engine died with %d lines: %s", seat.member.name, len(death.keys), death.message)
-        lines = [line for line in map(seat.take, death.keys) if line is not None and not line.answer.done()]
         group, seat.group = seat.group, None
+        spared = seat.spared(queued) if group is None and death.code is None else set()
+        lines = [line for line in map(seat.take, death.keys) if line is not None and not line.answer.done()]
         if group is None and death.code is not None:
             self._waiting.extendleft(reversed(lines))
             return
+        self._waiting.extendleft(line for line in reversed(lines) if line.key in spared)
+        lines = [line for line in lines if line.key not in spared]
         for line in self._quarantine.died(group, lines, known=death.code is not None):
             line.answer.set_result(engine_crashed_response(line.key))
 

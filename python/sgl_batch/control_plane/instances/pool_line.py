@@ -16,6 +16,7 @@ class PoolLine:
     """A line from `respond` to its answer. `partial_output` is the caller's, and grows as instances report tokens.
 
     `has_moved`: whether it was taken from an instance that had begun it; that happens once at most.
+    `was_spared`: whether an engine that had it died, and it was not suspected because it seemed not begun.
     """
 
     key: str
@@ -24,6 +25,7 @@ class PoolLine:
     partial_output: PartialOutput
     answer: asyncio.Future[LineResponse]
     has_moved: bool = False
+    was_spared: bool = False
 
     def message(self) -> Line:
         """Return the line as an instance gets it."""

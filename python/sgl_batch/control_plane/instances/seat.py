@@ -116,6 +116,17 @@ class Seat:
         movable = sum(not one.has_moved for one in self.given.values())
         return Load(lines=len(self.given), queued=queued, is_counted=is_counted, movable=movable, rate=self.sure_rate)
 
+    def spared(self, queued: int) -> set[str]:
+        """Return the keys of lines that are not suspected of its engine's death: it had most likely not begun them.
+
+        A line is spared once. One that kills engines before they have counted it is suspected the next time.
+        """
+        waiting = [line for line in self.given.values() if not len(line.partial_output)]
+        found = [line for line in waiting[max(0, len(waiting) - queued) :] if not line.was_spared]
+        for line in found:
+            line.was_spared = True
+        return {line.key for line in found}
+
     def movable(self, count: int) -> tuple[str, ...]:
         """Return the keys of up to so many lines that have not moved yet, those with the fewest tokens first."""
         lines = sorted(
