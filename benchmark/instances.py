@@ -30,7 +30,7 @@ from comparison.figures import spread
 from comparison.report import table
 from comparison.terminal import exit_code, say
 from several_instances.engines import Samples
-from several_instances.runs import Case, Outcome, run_case
+from several_instances.runs import Case, Outcome, Work, run_case
 
 from sgl_batch.errors import ConfigError
 
@@ -74,40 +74,54 @@ def earlier_runs(record: Path) -> dict[str, list[Outcome]]:
     found: dict[str, list[Outcome]] = defaultdict(list)
     for run in json.loads(record.read_text("utf-8"))["runs"] if record.exists() else ():
         samples = {int(core): Samples(**one) for core, one in run.pop("samples").items()}
-        found[run["case"]].append(Outcome(**run, samples=samples))
+        work = [Work(**one) for one in run.pop("work")]
+        found[run["case"]].append(Outcome(**run, work=work, samples=samples))
     return found
 
 
 def rows(found: dict[str, list[Outcome]]) -> list[list[str]]:
-    """Return the rows of the table: seconds, and each case's ratio to what it is measured against."""
-    median = {name: statistics.median(one.seconds for one in runs) for name, runs in found.items()}
-    against = {
-        "one": ("lone", 1.0),
-        "two": ("separate", 1.0),
-        "two, not ahead": ("separate", 1.0),
-        "slowed": ("separate", 2 / _SLOWED_RATE),
-    }
+    """Return the rows of the table: seconds, each case's bound, and how much of it is reached."""
+    bound_s = bounds(found)
     made = []
     for name, runs in found.items():
         seconds = spread(one.seconds for one in runs)
-        ratio = ""
-        if name in against and against[name][0] in median:
-            other, factor = against[name]
-            ratio = f"{factor * median[other] / median[name]:.3f} of {other}" + (
-                f" x {factor:.2f}" if factor != 1 else ""
-            )
+        median_s = statistics.median(one.seconds for one in runs)
         idle = [1 - statistics.fmean(one.busy) for run in runs for one in run.samples.values() if one.busy]
-        restart = statistics.median(one.restart_s for one in runs)
         made.append(
             [
                 name,
+                str(len(runs)),
                 seconds.text(1) if seconds else "",
-                ratio,
+                f"{bound_s[name]:.1f}" if name in bound_s else "",
+                f"{bound_s[name] / median_s:.3f}" if name in bound_s else "",
                 f"{max(0.0, statistics.fmean(idle)):.0%}" if idle else "",
-                f"{restart:.1f}" if restart else "",
             ]
         )
     return made
+
+
+def bounds(found: dict[str, list[Outcome]]) -> dict[str, float]:
+    """Return the seconds in which each case could end, from the cases against which it is measured.
+
+    slowed: the work of the separate engines at three quarters of their speed. killed: their work, and what one of two
+    engines does in the seconds of a start and of the prompts that were computed again.
+    """
+    median = {name: statistics.median(one.seconds for one in runs) for name, runs in found.items()}
+    bound: dict[str, float] = {}
+    if "lone" in median:
+        bound["one"] = median["lone"]
+    if "separate" not in median:
+        return bound
+    separate_s = median["separate"]
+    bound |= {"two": separate_s, "two, not ahead": separate_s, "slowed": separate_s * 2 / _SLOWED_RATE}
+    if "killed" in median:
+        works = [work for run in found["separate"] for work in run.work]
+        start_s = statistics.median(one.start_s for one in works)
+        token_s = sum(one.prefill_s for one in works) / sum(one.prompt_tokens for one in works)
+        tokens = sum(one.prompt_tokens for one in found["separate"][0].work)
+        again = statistics.median(sum(one.prompt_tokens for one in run.work) - tokens for run in found["killed"])
+        bound["killed"] = separate_s + (start_s + max(0.0, again) * token_s) / 2
+    return bound
 
 
 def draw(found: dict[str, list[Outcome]], target: Path) -> None:
@@ -167,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
             record = {"command": sys.argv, "runs": [asdict(one) for runs in found.values() for one in runs]}
             (place / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     ordered = {one.name: found[one.name] for one in cases(args.ahead) if found[one.name]}
-    print(table(("case", "seconds", "reached", "idle", "restart s"), rows(ordered)))
+    print(table(("case", "runs", "seconds", "bound s", "reached", "idle"), rows(ordered)))
     if args.plot is not None:
         draw(ordered, args.plot)
     if args.out is None:

@@ -9,9 +9,11 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from several_instances.engines import Samples, engines_below, kill_last, slowed, watched
+from several_instances.engines import Samples, kill_last, slowed, watched
 from sgl_batch.errors import ConfigError
 
 _LOOK_S = 0.2
@@ -38,6 +40,23 @@ class Case:
     killed_at: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one command computed.
+
+    Attributes:
+        start_s: Up to the first line: the start of its engine, or of the first of its instances.
+        wall_s: From there to its end.
+        prompt_tokens: That its engines have computed, those of killed ones as far as they had said so.
+        prefill_s: Of all engines together.
+    """
+
+    start_s: float
+    wall_s: float
+    prompt_tokens: float
+    prefill_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     """What a run took. `seconds`: without the start of engines, of the command that took longest."""
@@ -45,7 +64,7 @@ class Outcome:
     case: str
     seconds: float
     lines: int
-    restart_s: float = 0.0
+    work: list[Work]
     samples: dict[int, Samples] = field(default_factory=dict)
 
 
@@ -55,7 +74,7 @@ def run_case(case: Case, model: Path, lines: Sequence[str], place: Path, flags: 
     parts = [lines] if case.instances else [lines[number :: case.separate] for number in range(case.separate)]
     commands = [_Command(case, number, part, model, place, flags) for number, part in enumerate(parts)]
     roots = [one.process.pid for one in commands]
-    restart_s = 0.0
+    was_killed = False
     try:
         while not all(one.answered or one.has_ended for one in commands):
             time.sleep(_LOOK_S)
@@ -64,24 +83,29 @@ def run_case(case: Case, model: Path, lines: Sequence[str], place: Path, flags: 
             if case.slowed:
                 stack.enter_context(slowed(roots))
             while not all(one.has_ended for one in commands):
-                if case.killed_at is not None and not restart_s and commands[0].answered >= case.killed_at * len(lines):
-                    restart_s = _killed(roots)
+                due = case.killed_at is not None and commands[0].answered >= case.killed_at * len(lines)
+                if due and not was_killed:
+                    kill_last(roots)
+                    was_killed = True
                 time.sleep(_LOOK_S)
-        seconds = max(one.seconds() for one in commands)
+        work = [one.work() for one in commands]
     finally:
         for one in commands:
             one.end()
-    return Outcome(case=case.name, seconds=seconds, lines=len(lines), restart_s=restart_s, samples=samples)
+    seconds = max(one.wall_s for one in work)
+    return Outcome(case=case.name, seconds=seconds, lines=len(lines), work=work, samples=samples)
 
 
-def _killed(roots: Sequence[int]) -> float:
-    """Kill an engine, and return the seconds until there are as many as before."""
-    before, began = len(engines_below(roots)), time.monotonic()
-    kill_last(roots)
-    time.sleep(1.0)
-    while len(engines_below(roots)) < before and time.monotonic() - began < 120:
-        time.sleep(_LOOK_S)
-    return time.monotonic() - began
+def work_of(manifest: dict[str, Any]) -> Work:
+    """Return what a run of this manifest computed."""
+    began, ended = (datetime.fromisoformat(manifest[name]).timestamp() for name in ("started_at", "finished_at"))
+    counters = manifest["engine"]["counters"]
+    return Work(
+        start_s=ended - began - manifest["wall_s"],
+        wall_s=manifest["wall_s"],
+        prompt_tokens=counters["prompt_tokens"],
+        prefill_s=counters["prefill_us"] / 1e6,
+    )
 
 
 class _Command:
@@ -115,12 +139,11 @@ class _Command:
         files = [self._output, *self._output.parent.glob(f".{self._output.name}.kept-*")]
         return sum(one.read_bytes().count(b"\n") for one in files if one.exists())
 
-    def seconds(self) -> float:
-        """Return the seconds of its lines. Raises ConfigError where it failed."""
-        manifest = self._output.with_name(f"{self._output.stem}.manifest.json")
+    def work(self) -> Work:
+        """Return what it computed. Raises ConfigError where it failed."""
         if self.process.returncode:
             raise ConfigError(f"sgl-batch run ended with {self.process.returncode}; its messages are in {self._log}")
-        return float(json.loads(manifest.read_text("utf-8"))["wall_s"])
+        return work_of(json.loads(self._output.with_name(f"{self._output.stem}.manifest.json").read_text("utf-8")))
 
     def end(self) -> None:
         """End it, if it runs still."""

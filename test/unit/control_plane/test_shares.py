@@ -54,7 +54,8 @@ def test_begun_lines_move_where_the_rates_are_known_and_far_apart():
         source=1, target=0, count=20, begun=True
     )
     assert moves([fast, load(110, rate=1.0, queued=0)]) is None
-    assert moves([fast, load(9, rate=1.0, queued=0, movable=9)]) is None
+    assert moves([fast, load(14, rate=1.0, queued=0, movable=14)]) is None
+    assert moves([load(60, rate=1.0, queued=0), load(110, rate=1.0, queued=0, movable=110)]) is None
     assert moves([load(10, rate=0.0, queued=0), load(110, rate=1.0, queued=0, movable=110)]) is None
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 MOST_LINES = 512  # of a lot
 _FEW_LINES = 64  # every instance may have so many, whatever its share
 # No line changes its instance for less: a share of what the slower instance has left. One that is begun is prefilled
-# again, so that it must gain more, and seconds.
-_LEAST_GAIN, _LEAST_GAIN_OF_BEGUN, _LEAST_GAIN_OF_BEGUN_S = 0.1, 0.25, 5.0
+# again, and instances that are equally fast differ by a burst of answers: it must gain more, and seconds.
+_LEAST_GAIN, _LEAST_GAIN_OF_BEGUN, _LEAST_GAIN_OF_BEGUN_S = 0.1, 0.5, 10.0
 # An instance with more than this share of its lines not begun lacks none.
 _ENOUGH_QUEUED = 1 / 8
 _LEAST_RATE = 1e-6  # lines a second; less is not known
