@@ -75,6 +75,7 @@ class InstancePool:
         self._seats: list[Seat] = []
         self._table = LineTable()
         self._waiting: deque[PoolLine] = deque()
+        self._is_waking = False
         self._quarantine = Quarantine()
         self._gone = EngineStats()
         self._names: tuple[str, ...] = ()
@@ -230,7 +231,9 @@ class InstancePool:
             seat.wake.set()
         else:
             self._waiting.append(line)
-            self._wake_all()
+            if not self._is_waking:  # once for all lines that come together, however many instances there are
+                self._is_waking = True
+                asyncio.get_running_loop().call_soon(self._wake_all)
 
     def _abort(self, key: str) -> None:
         """Forget a line whose caller has gone: it is cancelled where it is."""
@@ -244,6 +247,7 @@ class InstancePool:
         return [one for one in self._seats if one.is_ready and not one.draining]
 
     def _wake_all(self) -> None:
+        self._is_waking = False
         for seat in self._seats:
             seat.wake.set()
 
