@@ -1,7 +1,8 @@
 """Owns the suspects of a pool: lines that an engine had when it died for no known reason.
 
 They run again in groups, each alone on one instance, as in `jobs.batch_service.suspect_queue`; a group that kills its
-engine is split (`bisect_suspects`). Groups are in memory: a server that is started again begins with the lines anew.
+engine is split (`bisect_suspects`). Groups are in memory: a server that is started again begins with the lines anew,
+and finds a line that kills engines in at most as many deaths again. No other line fails for that.
 """
 
 from __future__ import annotations
