@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import statistics
 import sys
 import tempfile
@@ -40,7 +41,7 @@ from sgl_batch.jobs.line_engine import LineEngine
 
 URL = "/v1/chat/completions"
 _TICK_S = 0.1
-_PROGRAM = (sys.executable, "-m", "runners.instant_engine")
+_PROGRAM = (sys.executable, str(Path(__file__).with_name("runners") / "instant_engine.py"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,7 @@ async def run(args: argparse.Namespace, place: Path) -> list[tuple[Round, Round]
     while len(pool.loads()) < args.instances:
         await asyncio.sleep(_TICK_S)
     caller = CallerOnly()
+    gc.freeze()  # as fronts do
     await measured(args, pool, actors)  # imports, and caches of Ray
     rounds = []
     profile = cProfile.Profile() if args.profile else None

@@ -1,6 +1,6 @@
 """Owns an engine process that computes nothing: it answers each line at once, with a chat completion of a usual size.
 
-    python -m runners.instant_engine --host H --port P
+    python benchmark/runners/instant_engine.py --host H --port P
 
 It speaks to its parent as `sgl_batch.launch_engine` does.
 """
