@@ -96,12 +96,11 @@ def run_case(case: Case, model: Path, lines: Sequence[str], place: Path, flags: 
     return Outcome(case=case.name, seconds=seconds, lines=len(lines), work=work, samples=samples)
 
 
-def work_of(manifest: dict[str, Any]) -> Work:
-    """Return what a run of this manifest computed."""
-    began, ended = (datetime.fromisoformat(manifest[name]).timestamp() for name in ("started_at", "finished_at"))
+def work_of(manifest: dict[str, Any], began: float) -> Work:
+    """Return what a run of this manifest computed, whose command began at this Unix time."""
     counters = manifest["engine"]["counters"]
     return Work(
-        start_s=ended - began - manifest["wall_s"],
+        start_s=datetime.fromisoformat(manifest["started_at"]).timestamp() - began,
         wall_s=manifest["wall_s"],
         prompt_tokens=counters["prompt_tokens"],
         prefill_s=counters["prefill_us"] / 1e6,
@@ -125,6 +124,7 @@ class _Command:
             argv = ["taskset", "-c", str(number), *argv]
         if case.ahead is not None:
             argv += ["--max-in-flight", str(case.ahead)]
+        self._began = time.time()
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
 
@@ -143,7 +143,8 @@ class _Command:
         """Return what it computed. Raises ConfigError where it failed."""
         if self.process.returncode:
             raise ConfigError(f"sgl-batch run ended with {self.process.returncode}; its messages are in {self._log}")
-        return work_of(json.loads(self._output.with_name(f"{self._output.stem}.manifest.json").read_text("utf-8")))
+        manifest = self._output.with_name(f"{self._output.stem}.manifest.json")
+        return work_of(json.loads(manifest.read_text("utf-8")), self._began)
 
     def end(self) -> None:
         """End it, if it runs still."""
