@@ -1,4 +1,4 @@
-"""An instance on Ray: answers outlive its process, an engine's death names its lines, nothing outlives its node."""
+"""Instances on a Ray cluster: a run on two nodes; answers outlive a process; nothing outlives its node."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ import pytest
 from sgl_batch.control_plane.instances.messages import EngineDeath, Line, Lot, Poll, Report, encode, key_of
 from sgl_batch.control_plane.instances.ray_actor import MAX_CONCURRENCY, InstanceActor, InstanceSettings
 
+from .conftest import RunFiles, chat_line
+
 pytestmark = pytest.mark.engine
 
 WITHIN_S = 100
@@ -26,25 +28,46 @@ _MIB = 1 << 20
 
 @dataclass
 class Cluster:
-    """A node without cores for this process, and one that the test may kill."""
+    """A node without cores for this process, and two of one core; the test may kill the first of these."""
 
+    address: str
     node_id: str
     raylet: psutil.Process
 
 
 @pytest.fixture(scope="module")
 def cluster(ray_environment: dict[str, str]) -> Iterator[Cluster]:
-    """Start a cluster of two nodes."""
+    """Start a cluster of three nodes."""
     import ray
     from ray.cluster_utils import Cluster as Nodes
 
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 * _MIB}
     nodes = Nodes(initialize_head=True, head_node_args=head)
-    node = nodes.add_node(num_cpus=1, object_store_memory=80 * _MIB)
+    node, _ = (nodes.add_node(num_cpus=1, object_store_memory=80 * _MIB) for _ in range(2))
     ray.init(address=nodes.address, log_to_driver=False)
-    yield Cluster(node.node_id, psutil.Process(node.all_processes["raylet"][0].process.pid))
+    yield Cluster(nodes.address, node.node_id, psutil.Process(node.all_processes["raylet"][0].process.pid))
     ray.shutdown()
     nodes.shutdown()
+
+
+def test_a_run_is_answered_by_instances_on_two_nodes_and_leaves_nothing_there(
+    cluster: Cluster, run_command: Callable[..., RunFiles], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    lines = [chat_line(f"line {n}", f"Say {n}.", max_tokens=n + 1, ignore_eos=True, temperature=0) for n in range(24)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run_command(source, tmp_path / "out.jsonl", "--instances", "2", "--ray-address", cluster.address)
+    assert done.exit_code == 0, done.stderr
+    assert [one["custom_id"] for one in done.output] == [line["custom_id"] for line in lines]
+    tokens = [one["response"]["body"]["usage"]["completion_tokens"] for one in done.output]
+    assert tokens == [line["body"]["max_tokens"] for line in lines]
+    assert [(one["name"], one["cores"]) for one in done.manifest["plan"]["instances"]] == [("i1", 1), ("i2", 1)]
+    assert not ray.util.list_named_actors(all_namespaces=True)
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 def start_instance(cluster: Cluster, directory: Path, model: Path, incarnation: int) -> Any:

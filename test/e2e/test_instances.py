@@ -105,6 +105,8 @@ def test_every_line_has_one_result_although_an_instance_is_killed(
     assert Counter(one["custom_id"] for one in results) == Counter(line["custom_id"] for line in LINES)
     tokens = [one["response"]["body"]["usage"]["completion_tokens"] for one in results]
     assert tokens == [line["body"]["max_tokens"] for line in LINES]
+    # Each answer says of which weights it is, also those that began in the killed instance or ended in the next one.
+    assert {one["response"]["body"]["metadata"]["weight_version"] for one in results} == {"7"}
     until(lambda: sorted(one["incarnation"] for one in instances(server).values()) == [1, 2])
     until(lambda: {one["phase"] for one in instances(server).values()} == {"ready"})
     assert control(server, "/flush_cache")["weight_version"] == "7", "the new engine has the weights of the other one"
