@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,14 +79,15 @@ class RankContext:
         """
         return self.rendezvous.await_all(name, ranks, _START_TIMEOUT_S)
 
-    def process_group(self, name: str, backend: str) -> Any:
-        """Make a process group for `name`. Every rank calls this, in the same order."""
-        store = FileStore(str(self.directory / f"store-{name}"), self.topology.num_ranks)
+    def process_group(self, name: str, backend: str, ranks: Sequence[int] | None = None) -> Any:
+        """Make a process group of these ranks, or of all, for `name`. Each of them calls this, in the same order."""
+        members = range(self.topology.num_ranks) if ranks is None else ranks
+        store = FileStore(str(self.directory / f"store-{name}"), len(members))
         return new_process_group(
             backend,
             PrefixStore(name, store),
-            rank=self.rank,
-            world_size=self.topology.num_ranks,
+            rank=members.index(self.rank),
+            world_size=len(members),
             name=name,
             timeout_s=_COLLECTIVE_TIMEOUT_S,
         )
