@@ -1,6 +1,7 @@
 """Owns the weights of a model in the native kernels' packed form, and computes with them.
 
-Code that writes to a packed weight must do so inside `plain()`.
+Code that writes to a packed weight must do so inside `plain()`. In a pass that ranks share, each computes some columns
+of a product (`split`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from types import ModuleType
 import torch
 
 from sgl_batch.layers import cpu_gemm
+from sgl_batch.layers.column_split import ColumnSplit, PassSplit
 from sgl_batch.layers.int8_weights import from_int8, to_int8
 from sgl_batch.layers.moe import cpu_experts
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
@@ -49,6 +51,7 @@ class PackedWeights:
         self._kernels = kernels
         self._int8 = int8
         self._packed: dict[int, _Packed] = {}
+        self.split = PassSplit()
 
     def add_linear(self, weight: torch.Tensor, *, exact: bool = False) -> bool:
         """Pack a weight [out, in]; return False if the kernels cannot take it."""
@@ -135,8 +138,32 @@ class PackedWeights:
         if self._kernels is None or weight not in self:
             return cpu_gemm.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        out: torch.Tensor = self._kernels.linear(rows, weight, bias, scales=self._scales(weight))
-        return out.view(*x.shape[:-1], -1)
+        split = self._split_of(weight)
+        if split is not None:
+            out = self._shared_linear(split, rows, weight, bias)
+        else:
+            out = self._kernels.linear(rows, weight, bias, scales=self._scales(weight))
+        return out.view(*x.shape[:-1], len(weight))
+
+    def _split_of(self, *weights: torch.Tensor) -> ColumnSplit | None:
+        """Return the split of a product with these packed weights [out, in]; None if this rank computes it whole."""
+        split, units = self.split.current, min(-(-len(weight) // _PANEL) for weight in weights)
+        pays = split is not None and split.pays(sum(weight.nbytes for weight in weights), units)
+        return split if pays else None
+
+    def _shared_linear(
+        self, split: ColumnSplit, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert self._kernels is not None, "without kernels nothing is packed"
+        kernels, scales = self._kernels, self._scales(weight)
+
+        def columns(first: int, last: int) -> torch.Tensor:
+            own_bias = None if bias is None else bias[first:last]
+            own_scales = None if scales is None else scales.view(-1)[first:last]
+            out: torch.Tensor = kernels.linear(rows, weight[first:last], own_bias, scales=own_scales)
+            return out
+
+        return split.columns(len(weight), _PANEL, columns)
 
     def rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return rows [..., in] of a weight [out, in] by their indices. The weight must not be rounded."""
@@ -146,11 +173,26 @@ class PackedWeights:
         return _rows_of(weight.data, ids)
 
     def by_head(self, x_THK: torch.Tensor, weight_HNK: torch.Tensor, *, out_THN: torch.Tensor) -> None:
-        """Multiply the rows of each head by its weight, into `out_THN`; both may be parts of wider rows."""
+        """Multiply the rows of each head by its weight, into `out_THN`; both may be parts of wider rows.
+
+        In a pass that ranks share, a rank writes its own heads only; `all_heads` brings them together.
+        """
         if self._kernels is None or weight_HNK not in self:
             out_THN.copy_(torch.bmm(x_THK.transpose(0, 1), weight_HNK.transpose(1, 2)).transpose(0, 1))
-        else:
-            self._kernels.linear_by_head(x_THK, weight_HNK, out_THN)
+            return
+        split, heads = self.split.current, slice(None)
+        if split is not None:
+            heads = slice(*split.own(len(weight_HNK)))
+        if len(weight_HNK[heads]):
+            self._kernels.linear_by_head(x_THK[:, heads], weight_HNK[heads], out_THN[:, heads])
+
+    def all_heads(self, x_THN: torch.Tensor) -> torch.Tensor:
+        """Return rows [T, H * N] of all heads, of which this rank has at least its own."""
+        split, (_, heads, width) = self.split.current, x_THN.shape
+        rows = x_THN.flatten(1)
+        if split is None:
+            return rows
+        return split.columns(heads * width, width, lambda first, last: rows[:, first:last])
 
     def experts(
         self,

@@ -99,6 +99,10 @@ class PartClock:
             self.part_s[source] -= seconds
             self.part_s[target] += seconds
 
+    def waited(self, seconds: float) -> None:
+        """Move `seconds` of the current part, in which this rank waited for others, to `stall`."""
+        self.shift(seconds, source=self._stack[-1], target="stall")
+
     def read(self) -> dict[str, float]:
         self._switch()
         if self._device is None:

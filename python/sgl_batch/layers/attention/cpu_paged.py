@@ -11,6 +11,7 @@ per KV head, D head dimension, V head dimension of values.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.attention import native_paged
 from sgl_batch.layers.attention.native_paged import PieceMetadata
+from sgl_batch.layers.column_split import PassSplit
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
 from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
 from sgl_batch.sglang_adapter.layers import AttentionBackend
@@ -156,10 +158,15 @@ def _attention_with_sinks(
 
 
 class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
-    """SGLang's attention backend interface over our page pools: multi-head, grouped-query and latent attention."""
+    """SGLang's attention backend interface over our page pools: multi-head, grouped-query and latent attention.
 
-    def __init__(self, runner: Any) -> None:
+    `split`: in a pass that ranks share, each attends with some query heads. The native kernels do that; without them
+    every rank attends with all.
+    """
+
+    def __init__(self, runner: Any, split: PassSplit | None = None) -> None:
         super().__init__()
+        self.split = split or PassSplit()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, (DevicePagePool, LatentPagePool)):
             raise ConfigError(
@@ -234,24 +241,48 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
 
     def _attend(self, q: torch.Tensor, layer: Any, pieces: PieceMetadata, sinks: torch.Tensor | None) -> torch.Tensor:
-        assert self._kernels is not None, "pieces are made for the native kernels"
-        rows = q if q.stride(-1) == 1 else q.contiguous()
+        rows, kernels = q if q.stride(-1) == 1 else q.contiguous(), self._kernels
+        assert kernels is not None, "pieces are made for the native kernels"
         if isinstance(self.pool, LatentPagePool):
-            pages = self.pool.get_pages(layer.layer_id)
-            return native_paged.attend_latent(
-                self._kernels, rows, pages, pieces, value_dim=layer.v_head_dim, scaling=layer.scaling
-            )
-        return native_paged.attend(
-            self._kernels,
-            rows,
-            self.pool.get_kv_buffer(layer.layer_id),
-            pieces,
-            page_size=self.pool.page_size,
-            head_dim=layer.qk_head_dim,
-            scaling=layer.scaling,
-            window=_window(layer),
-            sinks=sinks,
+            return self._attend_latent(kernels, self.pool, rows, layer, pieces)
+        pools = self.pool.get_kv_buffer(layer.layer_id)
+        options: dict[str, Any] = {
+            "page_size": self.pool.page_size,
+            "head_dim": layer.qk_head_dim,
+            "scaling": layer.scaling,
+            "window": _window(layer),
+            "sinks": sinks,
+        }
+        split, heads, width = self.split.current, layer.tp_q_head_num, layer.qk_head_dim
+        token_bytes = sum(pool[0].nbytes for pool in pools) // self.pool.page_size
+        if split is None or not split.pays(pieces.visits * token_bytes, heads):
+            return native_paged.attend(kernels, rows, pools, pieces, **options)
+        return split.columns(
+            heads * width,
+            width,
+            lambda first, last: native_paged.attend_heads(
+                kernels, rows, pools, pieces, heads=(first // width, last // width), **options
+            ),
         )
+
+    def _attend_latent(
+        self, kernels: ModuleType, pool: LatentPagePool, q: torch.Tensor, layer: Any, pieces: PieceMetadata
+    ) -> torch.Tensor:
+        """Attend to latents. In a pass that ranks share, only this rank's heads have a result.
+
+        The projection behind attention needs no others (`PackedWeights.by_head`).
+        """
+        pages, split = pool.get_pages(layer.layer_id), self.split.current
+        options: dict[str, Any] = {"value_dim": layer.v_head_dim, "scaling": layer.scaling}
+        if split is None:
+            return native_paged.attend_latent(kernels, q, pages, pieces, **options)
+        heads, width = layer.tp_q_head_num, layer.v_head_dim
+        first, last = split.own(heads)
+        out = q.new_empty(len(q), heads * width)
+        if first < last:
+            own = q[:, first * layer.qk_head_dim : last * layer.qk_head_dim]
+            out[:, first * width : last * width] = native_paged.attend_latent(kernels, own, pages, pieces, **options)
+        return out
 
     def forward_decode(
         self,

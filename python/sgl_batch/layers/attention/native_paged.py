@@ -1,11 +1,13 @@
 """Owns the arguments of the native attention kernels: the pieces of a batch and their pages, in prefill and decode.
 
-Shape suffixes: B pieces (sequences of a sub-batch), P pages of all pieces.
+Of the ranks of a set, each attends with some query heads. Shape suffixes: B pieces (sequences of a sub-batch), P pages
+of all pieces, T rows, U units (query heads of one KV head that are attended to together).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from types import ModuleType
 from typing import Any
 
@@ -16,13 +18,29 @@ import torch
 class PieceMetadata:
     """First row of each piece [B + 1], tokens of its sequence so far [B], and its first index in `tables` [B].
 
-    `tables`: the pages of all pieces [P], one piece after the other.
+    `tables`: the pages of all pieces [P], one piece after the other. `visits`: rows times tokens, summed over pieces.
     """
 
     starts: torch.Tensor
     lengths: torch.Tensor
     table_starts: torch.Tensor
     tables: torch.Tensor
+    visits: int
+
+    def of_kv_heads(self, heads_U: torch.Tensor, num_kv_heads: int) -> PieceMetadata:
+        """Return the pieces for the rows of each of these KV heads, one head after the other.
+
+        Their pages hold one KV head: page p and head h of the pool are page `p * num_kv_heads + h`.
+        """
+        units, rows, pages = len(heads_U), int(self.starts[-1]), len(self.tables)
+        numbers_U1 = torch.arange(units)[:, None]
+        return PieceMetadata(
+            starts=torch.cat(((numbers_U1 * rows + self.starts[:-1]).flatten(), torch.tensor([units * rows]))),
+            lengths=self.lengths.repeat(units),
+            table_starts=(numbers_U1 * pages + self.table_starts).flatten(),
+            tables=(self.tables * num_kv_heads + heads_U[:, None]).flatten(),
+            visits=units * self.visits,
+        )
 
 
 def pieces_of(forward_batch: Any, req_to_token: torch.Tensor, page_size: int, first_page: int) -> PieceMetadata:
@@ -33,17 +51,19 @@ def pieces_of(forward_batch: Any, req_to_token: torch.Tensor, page_size: int, fi
     lengths_B = forward_batch.seq_lens.to(torch.int64)
     if forward_batch.forward_mode.is_decode():
         starts = torch.arange(len(lengths_B) + 1)
+        visits = int(lengths_B.sum())
     else:
         new = torch.tensor([0, *forward_batch.extend_seq_lens_cpu])
         starts = torch.cumsum(new, 0)
         lengths_B = torch.tensor(forward_batch.extend_prefix_lens_cpu) + new[1:]
+        visits = int((new[1:] * lengths_B).sum())
     num_pages_B = (lengths_B + page_size - 1) // page_size
     table_starts_B = torch.cumsum(num_pages_B, 0) - num_pages_B
     owner_P = torch.repeat_interleave(torch.arange(len(lengths_B)), num_pages_B)
     rank_P = torch.arange(len(owner_P)) - table_starts_B[owner_P]
     first_kv_index_P = req_to_token[forward_batch.req_pool_indices[owner_P], rank_P * page_size].to(torch.int64)
     tables_P = first_kv_index_P // page_size - first_page
-    return PieceMetadata(starts=starts, lengths=lengths_B, table_starts=table_starts_B, tables=tables_P)
+    return PieceMetadata(starts=starts, lengths=lengths_B, table_starts=table_starts_B, tables=tables_P, visits=visits)
 
 
 def attend(
@@ -76,6 +96,51 @@ def attend(
         sinks=None if sinks is None else sinks.detach().float().contiguous(),
     )
     return out
+
+
+def attend_heads(
+    kernels: ModuleType,
+    q: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    pieces: PieceMetadata,
+    *,
+    heads: tuple[int, int],
+    page_size: int,
+    head_dim: int,
+    scaling: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend as `attend` does, with the query heads [first, last) of q alone: [rows, (last - first) * head_dim].
+
+    Several ranks may read one KV head: the query heads need not be all those of a KV head. With sinks each unit is a
+    call of its own, because its query heads have their own sinks.
+    """
+    (first, last), rows = heads, len(q)
+    if first == last:
+        return q.new_empty(rows, 0)
+    num_kv_heads = pools[0].shape[1]
+    group = q.shape[1] // head_dim // num_kv_heads
+    unit = gcd(group, first, last)
+    by_kv_head = tuple(pool.flatten(0, 1)[:, None] for pool in pools)
+    q_UTD = q[:, first * head_dim : last * head_dim].view(rows, -1, unit * head_dim).transpose(0, 1)
+    kv_heads_U = torch.arange(first, last, unit) // group
+    each = 1 if sinks is not None else len(q_UTD)
+    parts = [
+        attend(
+            kernels,
+            q_UTD[at : at + each].reshape(each * rows, -1),
+            (by_kv_head[0], by_kv_head[1]),
+            pieces.of_kv_heads(kv_heads_U[at : at + each], num_kv_heads),
+            page_size=page_size,
+            head_dim=head_dim,
+            scaling=scaling,
+            window=window,
+            sinks=None if sinks is None else sinks[first + at * unit : first + (at + 1) * unit],
+        ).view(each, rows, -1)
+        for at in range(0, len(q_UTD), each)
+    ]
+    return torch.cat(parts).transpose(0, 1).reshape(rows, -1)
 
 
 def attend_latent(
