@@ -80,7 +80,7 @@ class RankContext:
         return self.rendezvous.await_all(name, ranks, _START_TIMEOUT_S)
 
     def process_group(self, name: str, backend: str, ranks: Sequence[int] | None = None) -> Any:
-        """Make a process group of these ranks, or of all, for `name`. Each of them calls this, in the same order."""
+        """Make a process group of these global ranks, or of all, for `name`. Each calls this, in the same order."""
         members = range(self.topology.num_ranks) if ranks is None else ranks
         store = FileStore(str(self.directory / f"store-{name}"), len(members))
         return new_process_group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from sgl_batch.core.start_choices import Choice
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
+from sgl_batch.layers.column_split import PassSplit
 from sgl_batch.layers.moe import cpu_topk
 from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
@@ -80,7 +82,7 @@ class CpuOperators:
             out = self.call_experts(layer, dispatch_output.hidden_states, weights, ids)
             return StandardCombineInput(hidden_states=out)
 
-        register_attention_backend(CPU_ATTENTION)(CpuPagedAttention)
+        register_attention_backend(CPU_ATTENTION)(partial(CpuPagedAttention, split=self._weights.split))
         register_forward(UnquantizedFusedMoEMethod, experts_forward, CPU_DISPATCH_KEY)
         if self._kernels is not None:
             cpu_row_operators.register(self._kernels, CPU_DISPATCH_KEY)
@@ -102,6 +104,11 @@ class CpuOperators:
         )
         self._run = self._streamer.experts
         self.fitted_streamer = None if memory.weight_memory else self._streamer
+
+    @property
+    def split(self) -> PassSplit | None:
+        """The split that products and attention read in each pass; None without the native kernels."""
+        return None if self._kernels is None else self._weights.split
 
     @property
     def streams_weights(self) -> bool:

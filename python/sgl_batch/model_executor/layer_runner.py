@@ -26,7 +26,8 @@ The plan decides the sizes of sub-batches and groups; the ranks agree on the num
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ import torch
 from sgl_batch.core.plan import PhasePlan, Plan, row_spans
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.units import ATTENTION, EXPERTS, HEAD, PassShape, Unit, static_order
+from sgl_batch.layers.column_split import PassSplit
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.batch_split import SubBatch, split
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
@@ -41,6 +43,7 @@ from sgl_batch.model_executor.families import Family
 from sgl_batch.model_executor.group_pass import Group, GroupPass, Part, groups_of, shape_of
 from sgl_batch.model_executor.kv_staging import Staging
 from sgl_batch.model_executor.layer_graphs import LayerGraphs
+from sgl_batch.model_executor.partition_set import PartitionSet
 from sgl_batch.model_executor.yield_callback import YieldCallback
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
 from sgl_batch.sglang_adapter.types.models import AttentionBackend, CausalModel
@@ -61,6 +64,7 @@ class LayerRunner:
         layer_graphs: Runs decode passes as captured graphs. It needs a rank without an exchange and without `on_yield`.
             Passes with a decode source or with prompts run eagerly.
         on_yield: Called after the attention of a sub-batch in each layer. KV must be in the pool's own pages.
+        split: What products and attention read in a pass that ranks share; None where none can be shared.
 
     Attributes that the caller sets between two passes:
         expert_calls: How many expert calls each layer takes on every rank; all ranks set the same number.
@@ -68,6 +72,8 @@ class LayerRunner:
             pool's own pages.
         prefill_sink: Takes the KV of prompts away; None leaves it in the pool.
         decode_source: Brings the KV of decode rows; None finds it in the pool.
+        partition: The set of ranks that run the same passes with the same rows, and share the work; None computes this
+            rank's own rows. All ranks of the set set it before the same pass.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class LayerRunner:
         exchange: ExpertExchange | None = None,
         layer_graphs: LayerGraphs | None = None,
         on_yield: YieldCallback | None = None,
+        split: PassSplit | None = None,
     ) -> None:
         self.model, self.family, self.attn_backend = model, family, attn_backend
         self._in_force, self.counters, self.can_reenter = in_force, counters, can_reenter
@@ -95,6 +102,8 @@ class LayerRunner:
         self.order: Callable[[PassShape], Iterable[Unit]] = static_order
         self.prefill_sink: Staging | None = None
         self.decode_source: Staging | None = None
+        self._split = split
+        self.partition: PartitionSet | None = None
 
     @property
     def plan(self) -> Plan:
@@ -120,17 +129,32 @@ class LayerRunner:
         assert len(batches) == 1 or self.can_reenter, "the attention backend holds the metadata of one batch"
         begun = time.perf_counter()
         self._count(batches)
-        hidden = self._pass_by_graph(batches)
-        if hidden is None:
-            hidden = self._pass(batches)
-        logits, first_row = [], 0
-        for batch in batches:
-            last_row = first_row + len(batch.input_ids)
-            logits.append(self._logits(batch, hidden[first_row:last_row]))
-            first_row = last_row
+        with self._shared():
+            hidden = self._pass_by_graph(batches)
+            if hidden is None:
+                hidden = self._pass(batches)
+            logits, first_row = [], 0
+            for batch in batches:
+                last_row = first_row + len(batch.input_ids)
+                logits.append(self._logits(batch, hidden[first_row:last_row]))
+                first_row = last_row
         if len(batches) == 1 and not batches[0].forward_mode.is_decode():
             self.counters.add("prefill_us", round(1e6 * (time.perf_counter() - begun)))
         return logits
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
+        """Inside, products and attention are shared among the ranks of the partition, if there is one."""
+        if self.partition is None:
+            yield
+            return
+        assert self._split is not None, "a set of ranks is made where passes can be shared"
+        self.counters.add("partitioned_passes")
+        self._split.current = self.partition.split
+        try:
+            yield
+        finally:
+            self._split.current = None
 
     def _count(self, batches: Sequence[ForwardBatch]) -> None:
         for batch in batches:
@@ -293,7 +317,7 @@ class LayerRunner:
 
     def _expert_call(self, layer: torch.nn.Module, group: Group, hidden: torch.Tensor) -> torch.Tensor:
         if self.exchange is not None:
-            return self.exchange.run(self.family, layer, hidden, group.batch)
+            return self.exchange.run(self.family, layer, hidden, group.batch, self.partition)
         return self.family.expert_half(layer, hidden, group.batch)
 
     def _join_exchanges(self, state: GroupPass, group: Group, layer: torch.nn.Module, calls: int) -> None:
@@ -304,7 +328,7 @@ class LayerRunner:
         assert state.calls <= self.expert_calls, f"{state.calls} expert calls where {self.expert_calls} are agreed"
         if group is state.groups[-1]:
             for _ in range(self.expert_calls - state.calls):
-                self.exchange.run(self.family, layer, group.hidden[:0], group.batch)
+                self.exchange.run(self.family, layer, group.hidden[:0], group.batch, self.partition)
             state.calls = 0
 
     def _head(self, state: GroupPass) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -36,6 +36,7 @@ from sgl_batch.model_executor.families import Family, family_of
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.model_executor.layer_graphs import LayerGraphs
 from sgl_batch.model_executor.layer_runner import LayerRunner
+from sgl_batch.model_executor.partition_set import PartitionSets
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.model_executor.yield_callback import YieldCallback, find_on_yield
@@ -82,6 +83,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.context, self._counters, self._rank_context = context, context.counters, context.rank_context
         self.layer_runner: LayerRunner | None = None
         self.expert_choices: ExpertChoices | None = None
+        self._partition_sets: PartitionSets | None = None
         self.before_sampling: Callable[[], None] = _nothing
         self._program_bytes = 0
         self.weight_bytes = self.kv_token_bytes = 0
@@ -242,8 +244,16 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             exchange=None if self._rank_context is None else self._exchange(self._rank_context, family),
             layer_graphs=self._make_layer_graphs(),
             on_yield=self._yield_callback(),
+            split=None if self.context.cpu_operators is None else self.context.cpu_operators.split,
         )
         self._layer_graphs = self.layer_runner.layer_graphs
+        if self._rank_context is not None:
+            self._partition_sets = PartitionSets(
+                self._rank_context,
+                self._counters,
+                device=self.device,
+                through_memory=self._token_dispatcher(self._rank_context) == "shared",
+            )
 
     def _yield_callback(self) -> YieldCallback | None:
         """Return the user's callback at yield points, if there is one. Raises ConfigError if it cannot be used."""
@@ -360,6 +370,17 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if rank_context.backend(self.device) == "nccl":
             return "nccl"
         return "gloo" if native_kernels() is None else "shared"
+
+    def partition_over(self, ranks: Sequence[int] | None) -> None:
+        """Share the following passes with these attention ranks, this one among them, which run them too; None ends it.
+
+        It is collective when these ranks share passes for the first time. Raises ConfigError where passes cannot be
+        shared.
+        """
+        runner, sets = self.layer_runner, self._partition_sets
+        assert runner is not None, "a model without an adapter computes no pass of ours"
+        assert sets is not None, "one rank shares its passes with no other"
+        runner.partition = None if ranks is None else sets.of(ranks)
 
     def set_expert_calls(self, calls: int) -> None:
         """Set how many expert calls each layer makes on every rank in the next forward pass."""
