@@ -13,6 +13,7 @@ import torch
 
 from sgl_batch.config import from_mapping
 from sgl_batch.core.plan_in_force import PlanInForce
+from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.engine.engine import make_server_args
 from sgl_batch.managers.tp_worker import BatchTpWorker
@@ -24,13 +25,19 @@ from sgl_batch.sglang_adapter.forward import ForwardContext, forward_context
 PAGE, PAGES = 16, 512
 
 
-def load(model: str, dtype: str, directory: Path, **ours: Any) -> Any:
-    """Return the `BatchModelRunner` of a model. `ours`: flags of sgl_batch."""
-    return load_worker(model, dtype, directory, **ours).model_runner
+def load(model: str, dtype: str, directory: Path, *, rank_context: RankContext | None = None, **ours: Any) -> Any:
+    """Return the `BatchModelRunner` of a model. `ours`: flags of sgl_batch; `rank_context`: of one of several ranks."""
+    return load_worker(model, dtype, directory, rank_context=rank_context, **ours).model_runner
 
 
 def load_worker(
-    model: str, dtype: str, directory: Path, *, sglang: Mapping[str, Any] | None = None, **ours: Any
+    model: str,
+    dtype: str,
+    directory: Path,
+    *,
+    sglang: Mapping[str, Any] | None = None,
+    rank_context: RankContext | None = None,
+    **ours: Any,
 ) -> BatchTpWorker:
     """Return the worker of a model. `ours`: flags of sgl_batch; `sglang`: flags of SGLang."""
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
@@ -44,7 +51,11 @@ def load_worker(
     operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
     operators.register()
     context = RunContext(
-        in_force=PlanInForce(config), counters=counters, cpu_operators=operators, rendezvous=Rendezvous(directory)
+        in_force=PlanInForce(config),
+        counters=counters,
+        cpu_operators=operators,
+        rendezvous=Rendezvous(directory),
+        rank_context=rank_context,
     )
     parallel_state = ParallelState.trivial(gpu_id=0)
     worker = BatchTpWorker(context=context, server_args=server_args, gpu_id=0, ps=parallel_state, nccl_port=0)
