@@ -225,9 +225,31 @@ class PackedWeights:
 
     def mlp(self, x_TM: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         """Compute an MLP with weights [2I, M] and [M, I] for every row [T, M] in one call, as a single expert."""
+        split = None
+        if self._kernels is not None and gate_up in self:
+            split = self._split_of(gate_up[: len(gate_up) // 2], down)
+        if split is not None:
+            return self._shared_mlp(split, x_TM, gate_up, down)
         one = (len(x_TM), 1)
         choice = torch.ones(one), torch.zeros(one, dtype=torch.int32)
         return self.experts(x_TM, gate_up[None], down[None], *choice)[0]
+
+    def _shared_mlp(
+        self, split: ColumnSplit, x_TM: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        """Share the intermediate channels, and then the outputs; the result has the bits of a single expert."""
+        assert self._kernels is not None, "without kernels nothing is packed"
+        kernels, rows, scales = self._kernels, x_TM.contiguous(), self._scales(gate_up)
+        flat_scales = None if scales is None else scales.view(-1)
+
+        def channels(first: int, last: int) -> torch.Tensor:
+            part: torch.Tensor = kernels.gated(rows, gate_up, first, last, scales=flat_scales)
+            return part
+
+        gated_TI = split.columns(len(gate_up) // 2, _PANEL, channels)
+        # The product is rounded once, to the number type of the rows.
+        exact = gated_TI.to(torch.promote_types(gated_TI.dtype, x_TM.dtype))
+        return self._shared_linear(split, exact, down, None).to(x_TM.dtype)
 
 
 def packed_experts(

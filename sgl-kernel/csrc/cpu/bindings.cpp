@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "gated.h"
 #include "linear.h"
 #include "norm_rope.h"
 #include "packing.h"
@@ -109,6 +110,22 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   return out;
 }
 
+at::Tensor gated(const at::Tensor& x, const at::Tensor& w13, int64_t first, int64_t last,
+                 const std::optional<at::Tensor>& scales) {
+  check(x, 2, "x");
+  check(w13, 2, "w13");
+  const int64_t inter = w13.size(0) / 2, hidden = w13.size(1);
+  TORCH_CHECK(w13.size(0) == 2 * inter && x.size(1) == hidden, "w13 is ", w13.sizes(), " for x of ", x.sizes());
+  TORCH_CHECK(first >= 0 && first <= last && last <= inter && first % kPanel == 0 && (last % kPanel == 0 || last == inter),
+              "channels ", first, " to ", last, " of ", inter, "; use whole panels of ", kPanel);
+  const DType w_dtype = weight_dtype_of(w13, "w13");
+  const at::ScalarType out_dtype = isa().row_dtype(w_dtype) == DType::kF32 ? at::kFloat : at::kBFloat16;
+  auto out = at::empty({x.size(0), last - first}, x.options().dtype(out_dtype));
+  run_gated({x.size(0), hidden, inter, first, last, x.data_ptr(), dtype_of(x, "x"), w13.data_ptr(), w_dtype,
+             scales_of(w13, scales, 2 * inter, "w13"), out.data_ptr()});
+  return out;
+}
+
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& residual,
                                             const at::Tensor& weight, double eps) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
@@ -203,6 +220,7 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
       "w13_scales, Tensor? w2_scales, Tensor? slots, Tensor? w13_bias, Tensor? w2_bias, float? alpha, float? limit) -> "
       "(Tensor, Tensor)");
   library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
+  library.def("gated(Tensor x, Tensor w13, int first, int last, Tensor? scales) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   library.def("rotary(Tensor(a!) x, Tensor positions, Tensor cos_sin, int head_dim, bool neox) -> ()");
   library.def("qk_norm_rope(Tensor(a!) qkv, Tensor q_weight, Tensor k_weight, float eps, Tensor positions, "
@@ -219,6 +237,7 @@ TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("unpack_", sgl_batch::unpack);
   library.impl("experts", sgl_batch::experts);
   library.impl("linear", sgl_batch::linear);
+  library.impl("gated", sgl_batch::gated);
   library.impl("rms_norm", sgl_batch::rms_norm);
   library.impl("rotary", sgl_batch::rotary);
   library.impl("qk_norm_rope", sgl_batch::qk_norm_rope);

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -98,6 +99,7 @@ RegionLayout::RegionLayout(size_t bytes) {
 
 Exchange::Exchange(std::vector<char*> regions, size_t region_bytes, int rank, Wait wait)
     : regions_(std::move(regions)),
+      region_bytes_(region_bytes),
       layout_(region_bytes),
       rank_(rank),
       wait_(wait),
@@ -264,6 +266,58 @@ void Exchange::gather(const int64_t* own, int count, int64_t* all) {
   await_all(&RegionHeader::posted, number);
   for (size_t peer = 0; peer < regions_.size(); ++peer)
     std::copy_n(header(static_cast<int>(peer)).boards[number % 2], count, all + peer * count);
+}
+
+// Publishes a board and waits for everybody's, which must say the same.
+void Exchange::agree_on(const std::vector<int64_t>& described) {
+  const auto count = std::min<size_t>(described.size(), kMostBoardValues);
+  std::vector<int64_t> all(regions_.size() * count);
+  gather(described.data(), static_cast<int>(count), all.data());
+  const auto listed = [count](const int64_t* values) {
+    std::string text;
+    for (size_t i = 0; i < count; ++i) text += (i == 0 ? "" : ", ") + std::to_string(values[i]);
+    return text;
+  };
+  for (size_t peer = 0; peer < regions_.size(); ++peer) {
+    const int64_t* theirs = all.data() + peer * count;
+    if (std::equal(theirs, theirs + count, described.data())) continue;
+    throw std::invalid_argument("rank " + std::to_string(peer) + " gathers columns of (rows left, bytes of each rank's row) " +
+                                listed(theirs) + ", and rank " + std::to_string(rank_) + " of " + listed(described.data()) +
+                                "; all ranks must give the same");
+  }
+}
+
+void Exchange::gather_columns(const char* own, size_t own_stride_bytes, int64_t rows, const std::vector<int64_t>& widths,
+                              char* out) {
+  // Two slots in turns: a rank that begins a round has waited for all ranks in the round before, so that every rank has
+  // read by then what it overwrites.
+  const size_t slot_bytes = (region_bytes_ - kHeaderBytes) / 2 / 64 * 64;
+  const int64_t widest = std::max<int64_t>(1, *std::max_element(widths.begin(), widths.end()));
+  const int64_t out_bytes = std::accumulate(widths.begin(), widths.end(), int64_t{0}), own_bytes = widths[rank_];
+  const auto at_once = static_cast<int64_t>(slot_bytes) / widest;
+  if (at_once == 0)
+    throw std::runtime_error("a row of " + std::to_string(widest) + " bytes does not fit a slot of " +
+                             std::to_string(slot_bytes));
+  std::vector<int64_t> described{0};
+  described.insert(described.end(), widths.begin(), widths.end());
+  for (int64_t begin = 0; begin < rows; begin += at_once) {
+    const int64_t count = std::min(at_once, rows - begin);
+    const uint32_t round = header(rank_).posted.load(std::memory_order_relaxed) + 1;
+    const auto slot = [&](size_t rank) { return regions_[rank] + kHeaderBytes + round % 2 * slot_bytes; };
+    over_rows(count, own_bytes, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row)
+        std::memcpy(slot(rank_) + row * own_bytes, own + (begin + row) * own_stride_bytes, static_cast<size_t>(own_bytes));
+    });
+    described[0] = rows - begin;
+    agree_on(described);
+    over_rows(count, out_bytes, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        char* to = out + (begin + row) * out_bytes;
+        for (size_t rank = 0; rank < regions_.size(); to += widths[rank++])
+          std::memcpy(to, slot(rank) + row * widths[rank], static_cast<size_t>(widths[rank]));
+      }
+    });
+  }
 }
 
 }  // namespace sgl_batch

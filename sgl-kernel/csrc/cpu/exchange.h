@@ -67,6 +67,11 @@ class Exchange {
   // Everybody's `count` values, [ranks, count].
   void gather(const int64_t* own, int count, int64_t* all);
 
+  // Gathers matrices of `rows` rows, of which this rank gives columns `own` and rank r has widths[r] bytes in a row, side by
+  // side into out. Throws std::invalid_argument where the ranks' rows or widths differ, on every rank alike. Uses the
+  // whole region behind its header, in turns with nothing but boards.
+  void gather_columns(const char* own, size_t own_stride_bytes, int64_t rows, const std::vector<int64_t>& widths, char* out);
+
   int64_t waited_ns() const { return waited_ns_; }
 
  private:
@@ -78,10 +83,12 @@ class Exchange {
   const TokenFormat& format(int rank) const { return header(rank).formats[tokens_phase_ % 2]; }
   void await_all(std::atomic<uint32_t> RegionHeader::* word, uint32_t value);
   void check_formats() const;
+  void agree_on(const std::vector<int64_t>& described);
   void place_sums(std::vector<int64_t>& places) const;
   const float* tree_sum(const int64_t* places, int first, int last, int64_t hidden, float* space) const;
 
   std::vector<char*> regions_;
+  size_t region_bytes_;
   RegionLayout layout_;
   int rank_;
   Wait wait_;

@@ -76,6 +76,29 @@ std::tuple<at::Tensor, int64_t> gather(const std::vector<at::Tensor>& regions, i
   return {all, exchange.waited_ns()};
 }
 
+std::tuple<at::Tensor, int64_t> gather_columns(const std::vector<at::Tensor>& regions, int64_t rank, const at::Tensor& own,
+                                               std::vector<int64_t> widths, double spin_us, double timeout_s) {
+  TORCH_CHECK(own.dim() == 2 && (own.stride(1) == 1 || own.size(1) <= 1), "own columns are ", own.sizes(), " with strides ",
+              own.strides(), "; rows are contiguous");
+  Exchange exchange = exchange_of(regions, rank, spin_us, timeout_s);
+  TORCH_CHECK(widths.size() == regions.size() && own.size(1) == widths[rank], own.size(1), " columns of rank ", rank,
+              " where the ranks have ", widths);
+  int64_t columns = 0;
+  const int64_t bytes = static_cast<int64_t>(own.element_size());
+  for (int64_t& width : widths) {
+    columns += width;
+    width *= bytes;
+  }
+  auto out = at::empty({own.size(0), columns}, own.options());
+  try {
+    exchange.gather_columns(static_cast<const char*>(own.data_ptr()), static_cast<size_t>(own.stride(0) * bytes), own.size(0),
+                            widths, static_cast<char*>(out.data_ptr()));
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+  return {out, exchange.waited_ns()};
+}
+
 }  // namespace
 }  // namespace sgl_batch
 
@@ -87,11 +110,14 @@ TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
       "exchange_combine(Tensor[] regions, int rank, Tensor sums, int tokens, float spin_us, float "
       "timeout_s) -> (Tensor, int)");
   library.def(
+      "gather_columns(Tensor[] regions, int rank, Tensor own, int[] widths, float spin_us, float timeout_s) -> (Tensor, int)");
+  library.def(
       "gather(Tensor[] regions, int rank, Tensor own, float spin_us, float timeout_s) -> (Tensor, int)");
 }
 
 TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("exchange_dispatch", sgl_batch::exchange_dispatch);
   library.impl("exchange_combine", sgl_batch::exchange_combine);
+  library.impl("gather_columns", sgl_batch::gather_columns);
   library.impl("gather", sgl_batch::gather);
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-INTERFACE = 2
+INTERFACE = 3
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -95,6 +95,19 @@ def linear(
     return out
 
 
+def gated(
+    x_TM: torch.Tensor, w13: torch.Tensor, first: int, last: int, *, scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """SiLU(gate) * up of rows [T, M] for channels [first, last) of the I of w13: the rows of an expert's down product.
+
+    `w13`: [2I, M], of which the gate half and the up half are packed each by itself; of int8 it has `scales` [2I].
+    `first` begins a panel; `last` ends one, or is I. The result is bfloat16, or float32 where rows meet the weight in
+    float32. `linear` of all channels and the down weight has the bits of `experts`.
+    """
+    out: torch.Tensor = _ops.gated(x_TM, w13, first, last, scales)
+    return out
+
+
 def rms_norm(
     x_TM: torch.Tensor, residual_TM: torch.Tensor | None, weight_M: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -128,7 +141,7 @@ def qk_norm_rope(
 
 
 PANEL = 32
-"""Columns of a packed panel: of a page's keys, tokens; of its values, channels."""
+"""Columns of a packed panel: of a weight, outputs; of a page's keys, tokens; of its values, channels."""
 
 
 def attention(
@@ -221,6 +234,24 @@ def gather(
     """All ranks' `own` values, int64 [up to 16], as [ranks, values], and the seconds waited for them."""
     all_values, waited_ns = _ops.gather(regions, rank, own, spin_us, timeout_s)
     return all_values, waited_ns * 1e-9
+
+
+def gather_columns(
+    regions: list[torch.Tensor],
+    rank: int,
+    own_TN: torch.Tensor,
+    widths: list[int],
+    *,
+    spin_us: float,
+    timeout_s: float,
+) -> tuple[torch.Tensor, float]:
+    """All ranks' columns side by side, [T, sum of widths], and the seconds waited for them.
+
+    `regions` as in `exchange_dispatch`, which nothing but this uses. Rank r gives widths[r] columns. Rows of `own_TN`
+    may lie apart. Raises ValueError, on all ranks, where their rows or widths differ.
+    """
+    out_TN, waited_ns = _ops.gather_columns(regions, rank, own_TN, widths, spin_us, timeout_s)
+    return out_TN, waited_ns * 1e-9
 
 
 def latent_attention(

@@ -18,7 +18,7 @@ from kernel_checks import DTYPES, TOLERANCE, Check, relative_error
 from kernel_choices import choice_cases
 from kernel_latent import latent_cases
 from kernel_pages import page_cases
-from kernel_products import expert_cases, linear_cases
+from kernel_products import expert_cases, gated_cases, linear_cases
 
 
 def row_cases() -> Iterator[Check]:
@@ -75,6 +75,7 @@ def main() -> None:
     cases = (
         expert_cases(),
         linear_cases(),
+        gated_cases(),
         row_cases(),
         attention_cases(),
         choice_cases(),

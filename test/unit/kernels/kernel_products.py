@@ -25,6 +25,8 @@ EXPERT_SHAPES = (
 )
 ROUTINGS = ("random", "one expert takes all", "one expert has none", "some choices are absent")
 LINEAR_SHAPES = ((1, 1, 2), (1, 32, 64), (12, 33, 6), (13, 64, 100), (100, 257, 48), (300, 96, 128), (4096, 40, 32))
+# rows, intermediate, hidden
+GATED_SHAPES = ((0, 64, 32), (1, 384, 1024), (13, 50, 100), (300, 130, 34))
 # number types of rows and weights; int8 has scales
 KINDS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.int8), (torch.float32, torch.int8))
 
@@ -166,3 +168,32 @@ def linear_case(
     yield name + ": a row's bits", torch.equal(one_by_one, out[:300])
     yield name + ": threads", same_on_any_threads(lambda: run(x))
     yield name + ": unpacked", weight.unpacks()
+
+
+def gated_cases() -> Iterator[Check]:
+    for dtypes, (rows, inter, hidden) in itertools.product(KINDS, GATED_SHAPES):
+        yield from gated_case(dtypes, rows, inter, hidden)
+
+
+def gated_case(dtypes: tuple[torch.dtype, torch.dtype], rows: int, inter: int, hidden: int) -> Iterator[Check]:
+    x_dtype, w_dtype = dtypes
+    name = f"gated {x_dtype} {w_dtype} {rows}x{inter}x{hidden}"
+    x = torch.randn(rows, hidden).to(x_dtype)
+    w13 = Weight(torch.randn(1, 2 * inter, hidden) / hidden**0.5, w_dtype, halves=2)
+    w2 = Weight(torch.randn(1, hidden, inter) / inter**0.5, w_dtype)
+
+    def run(first: int, last: int) -> torch.Tensor:
+        return kernels.gated(x, w13.packed[0], first, last, scales=w13.scales)
+
+    one = torch.ones(rows, 1), torch.zeros(rows, 1, dtype=torch.int32)
+    scales = {"w13_scales": w13.scales, "w2_scales": w2.scales}
+    expected, _ = kernels.experts(x, w13.packed, w2.packed, *one, **scales)
+    whole = run(0, inter)
+    exact = whole.to(torch.promote_types(whole.dtype, x_dtype))
+    found = kernels.linear(exact, w2.packed[0], scales=w2.scales).to(x_dtype)
+    yield name + ": an expert's bits", torch.equal(found, expected)
+    ends = [*range(0, inter, kernels.PANEL), inter]
+    parts = [run(first, last) for first, last in itertools.pairwise(ends)]
+    yield name + ": in parts", torch.equal(torch.cat(parts, 1), whole)
+    yield name + ": no channels", run(0, 0).shape == (rows, 0)
+    yield name + ": threads", same_on_any_threads(lambda: run(0, inter))

@@ -67,6 +67,26 @@ def test_a_product_of_few_bytes_or_fewer_panels_than_ranks_is_not_shared():
     assert not second.pays(1000, units=1)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("rows", [0, 1, 70])
+@pytest.mark.parametrize("inter", [128, 162])
+def test_an_mlp_that_ranks_share_has_the_bits_of_one_rank(int8, dtype, num_ranks, rows, inter):
+    gate_up, down, x = (draw(*shape, dtype=dtype) / 8 for shape in ((2 * inter, 130), (130, inter), (rows, 130)))
+
+    def product(split: ColumnSplit | None) -> torch.Tensor:
+        weights = PackedWeights(native_kernels(), int8=int8)
+        own = [torch.nn.Parameter(one.clone(), requires_grad=False) for one in (gate_up, down)]
+        weights.add_experts(*own)
+        weights.split.current = split
+        return weights.mlp(x, *own)
+
+    expected, ends = product(None), splits(num_ranks)
+    assert all(same_bits(found, expected) for found in on_each(ends, lambda _, split: product(split)))
+    assert all(end.counters.counts["column_gathers"] == 2 for end in ends)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_products_by_head_that_ranks_share_have_the_bits_of_one_rank(dtype, num_ranks):
