@@ -6,7 +6,7 @@ of all pieces, T rows, U units (query heads of one KV head that are attended to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ class PieceMetadata:
     """First row of each piece [B + 1], tokens of its sequence so far [B], and its first index in `tables` [B].
 
     `tables`: the pages of all pieces [P], one piece after the other. `visits`: rows times tokens, summed over pieces.
+    `by_heads`: what `of_kv_heads` has made, by heads; a pool has one number of KV heads.
     """
 
     starts: torch.Tensor
@@ -26,21 +27,26 @@ class PieceMetadata:
     table_starts: torch.Tensor
     tables: torch.Tensor
     visits: int
+    by_heads: dict[tuple[int, ...], PieceMetadata] = field(default_factory=dict)
 
-    def of_kv_heads(self, heads_U: torch.Tensor, num_kv_heads: int) -> PieceMetadata:
+    def of_kv_heads(self, heads: tuple[int, ...], num_kv_heads: int) -> PieceMetadata:
         """Return the pieces for the rows of each of these KV heads, one head after the other.
 
-        Their pages hold one KV head: page p and head h of the pool are page `p * num_kv_heads + h`.
+        Their pages hold one KV head: page p and head h of the pool are page `p * num_kv_heads + h`. All layers of a
+        pass ask for the same, which is made once.
         """
-        units, rows, pages = len(heads_U), int(self.starts[-1]), len(self.tables)
-        numbers_U1 = torch.arange(units)[:, None]
-        return PieceMetadata(
-            starts=torch.cat(((numbers_U1 * rows + self.starts[:-1]).flatten(), torch.tensor([units * rows]))),
-            lengths=self.lengths.repeat(units),
-            table_starts=(numbers_U1 * pages + self.table_starts).flatten(),
-            tables=(self.tables * num_kv_heads + heads_U[:, None]).flatten(),
-            visits=units * self.visits,
-        )
+        found = self.by_heads.get(heads)
+        if found is None:
+            units, rows, pages = len(heads), int(self.starts[-1]), len(self.tables)
+            numbers_U1 = torch.arange(units)[:, None]
+            found = self.by_heads[heads] = PieceMetadata(
+                starts=torch.cat(((numbers_U1 * rows + self.starts[:-1]).flatten(), torch.tensor([units * rows]))),
+                lengths=self.lengths.repeat(units),
+                table_starts=(numbers_U1 * pages + self.table_starts).flatten(),
+                tables=(self.tables * num_kv_heads + torch.tensor(heads)[:, None]).flatten(),
+                visits=units * self.visits,
+            )
+        return found
 
 
 def pieces_of(forward_batch: Any, req_to_token: torch.Tensor, page_size: int, first_page: int) -> PieceMetadata:
@@ -124,14 +130,14 @@ def attend_heads(
     unit = gcd(group, first, last)
     by_kv_head = tuple(pool.flatten(0, 1)[:, None] for pool in pools)
     q_UTD = q[:, first * head_dim : last * head_dim].view(rows, -1, unit * head_dim).transpose(0, 1)
-    kv_heads_U = torch.arange(first, last, unit) // group
+    kv_heads = tuple(head // group for head in range(first, last, unit))
     each = 1 if sinks is not None else len(q_UTD)
     parts = [
         attend(
             kernels,
             q_UTD[at : at + each].reshape(each * rows, -1),
             (by_kv_head[0], by_kv_head[1]),
-            pieces.of_kv_heads(kv_heads_U[at : at + each], num_kv_heads),
+            pieces.of_kv_heads(kv_heads[at : at + each], num_kv_heads),
             page_size=page_size,
             head_dim=head_dim,
             scaling=scaling,
