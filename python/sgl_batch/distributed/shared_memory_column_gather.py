@@ -13,7 +13,7 @@ import torch
 
 from sgl_batch.distributed.shared_memory import spin_us
 
-COLUMN_GATHER_BYTES = 64 << 20
+COLUMN_GATHER_BYTES = 16 << 20
 """Bytes of each rank's region. Larger matrices take several rounds."""
 
 
