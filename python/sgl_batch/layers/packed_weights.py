@@ -146,10 +146,12 @@ class PackedWeights:
         return out.view(*x.shape[:-1], len(weight))
 
     def _split_of(self, *weights: torch.Tensor) -> ColumnSplit | None:
-        """Return the split of a product with these packed weights [out, in]; None if this rank computes it whole."""
-        split, units = self.split.current, min(-(-len(weight) // _PANEL) for weight in weights)
-        pays = split is not None and split.pays(sum(weight.nbytes for weight in weights), units)
-        return split if pays else None
+        """Return the split of products with these packed weights [out, in]; None if this rank computes them whole."""
+        split = self.split.current
+        if split is None:
+            return None
+        units = min(-(-len(weight) // _PANEL) for weight in weights)
+        return split if split.pays(sum(weight.nbytes for weight in weights), units) else None
 
     def _shared_linear(
         self, split: ColumnSplit, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -227,7 +229,8 @@ class PackedWeights:
         """Compute an MLP with weights [2I, M] and [M, I] for every row [T, M] in one call, as a single expert."""
         split = None
         if self._kernels is not None and gate_up in self:
-            split = self._split_of(gate_up[: len(gate_up) // 2], down)
+            gate, up = gate_up.chunk(2)
+            split = self._split_of(gate, up, down)
         if split is not None:
             return self._shared_mlp(split, x_TM, gate_up, down)
         one = (len(x_TM), 1)
