@@ -21,10 +21,13 @@ class Migrator:
 
     All sequences from one rank to another at one boundary are one batch. Batches run concurrently. Between two ranks
     the KV of the batch from the lower rank goes first, so that both begin their transfers in the same order.
+
+    `copies`: the sequences stay where they are, and may go to several ranks at once. The store's `release` then keeps a
+    sequence: its sender owns it in every state, and what the receiver adopts is a replica.
     """
 
-    def __init__(self, endpoints: Endpoints) -> None:
-        self._endpoints = endpoints
+    def __init__(self, endpoints: Endpoints, *, copies: bool = False) -> None:
+        self._endpoints, self._copies = endpoints, copies
         self._boundary = -1
         self._batches: dict[MigrationBatchId, MigrationBatch] = {}
         self._early: list[tuple[int, Message]] = []
@@ -76,8 +79,9 @@ class Migrator:
             if rank in (move.source, move.target):
                 batch = MigrationBatchId(boundary=boundary, source=move.source, target=move.target)
                 names.setdefault(batch, []).append(move.sequence_id)
-        listed = [name for ids in names.values() for name in ids]
-        assert len(set(listed)) == len(listed), f"a sequence moves twice at boundary {boundary}: {sorted(listed)}"
+        listed = [(name, batch.target if self._copies else None) for batch, ids in names.items() for name in ids]
+        twice = sorted(name for name, _ in listed)
+        assert len(set(listed)) == len(listed), f"a sequence moves twice at boundary {boundary}: {twice}"
         return [
             SenderEndpoint(batch, ids, endpoints) if batch.source == rank else ReceiverEndpoint(batch, ids, endpoints)
             for batch, ids in names.items()

@@ -34,7 +34,7 @@ _CONTEXT.set_forkserver_preload(["torch.distributed", "pytest", "sgl_batch.distr
 
 @dataclass(slots=True, kw_only=True)
 class RankPlan:
-    """The sequences of one rank at the start, and the fault that it meets."""
+    """The sequences of one rank at the start, and the fault that it meets. `copies`: they are replicated, not moved."""
 
     sequences: dict[str, int] = field(default_factory=dict)
     num_pages: int = 64
@@ -44,16 +44,18 @@ class RankPlan:
     step_timeout_s: float = 30.0
     num_layers: int = NUM_LAYERS
     page_shape: tuple[int, ...] = PAGE_SHAPE
+    copies: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """A rank's report and its sequences after a call."""
+    """A rank's report and its sequences after a call. Of copies to several ranks, `outcomes` has the last."""
 
     outcomes: dict[str, Outcome]
     error: str | None
     seconds: float
     held: dict[str, tuple[SequenceHeader, str]]
+    replicas: set[str]
     transfers: list[tuple[str, bool]]
 
 
@@ -118,7 +120,7 @@ def _serve(rank: int, num_ranks: int, plan: RankPlan, store_path: str, link: Con
         link.send(channel.endpoint)
         channel.connect(link.recv())
         group = dist.ProcessGroupGloo(dist.FileStore(store_path, num_ranks), rank, num_ranks, timedelta(seconds=120))
-        store = FaultyStore(plan.num_pages, num_layers=plan.num_layers, page_shape=plan.page_shape)
+        store = FaultyStore(plan.num_pages, num_layers=plan.num_layers, page_shape=plan.page_shape, copies=plan.copies)
         for sequence_id, num_pages in plan.sequences.items():
             store.put(sequence_id, num_pages)
         store.trap = trap = Trap(plan.dies_at, plan.signal_number)
@@ -130,7 +132,7 @@ def _serve(rank: int, num_ranks: int, plan: RankPlan, store_path: str, link: Con
             store=store,
             step_timeout_s=plan.step_timeout_s,
         )
-        migrator = Migrator(ends)
+        migrator = Migrator(ends, copies=plan.copies)
         link.send("connected")
         calls = {"run": migrator.run, "resume": migrator.resume, "peer_died": migrator.peer_died}
         while True:
@@ -156,5 +158,6 @@ def _answer(
         error=error,
         seconds=seconds,
         held=store.everything(),
+        replicas=store.replicas,
         transfers=transport.begun,
     )

@@ -16,11 +16,21 @@ PAGE_TOKENS = PAGE_SHAPE[1]
 
 
 class PageStore:
-    """Implements SequenceStore over tensors [num_pages, *PAGE_SHAPE] for keys and values of each layer."""
+    """Implements SequenceStore over tensors [num_pages, *PAGE_SHAPE] for keys and values of each layer.
+
+    `copies`: what is released stays, and what is adopted is a replica, of which `replicas` has the names.
+    """
 
     def __init__(
-        self, num_pages: int, *, num_layers: int = NUM_LAYERS, page_shape: tuple[int, ...] = PAGE_SHAPE
+        self,
+        num_pages: int,
+        *,
+        num_layers: int = NUM_LAYERS,
+        page_shape: tuple[int, ...] = PAGE_SHAPE,
+        copies: bool = False,
     ) -> None:
+        self.copies = copies
+        self.replicas: set[str] = set()
         self.num_pages, self.num_layers, self.page_shape = num_pages, num_layers, page_shape
         self._parts = [
             [torch.zeros(num_pages, *page_shape, dtype=torch.bfloat16) for _ in range(num_layers)] for _ in range(2)
@@ -93,10 +103,14 @@ class PageStore:
         assert header.sequence_id not in self.headers, f"{header.sequence_id} is here already"
         self.headers[header.sequence_id] = header
         self._pages[header.sequence_id] = self._reserved.pop(id(reservation))
+        if self.copies:
+            self.replicas.add(header.sequence_id)
 
     def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:
         self._free += self._reserved.pop(id(reservation))
 
     def release(self, sequence_id: str) -> None:
+        if self.copies:
+            return
         del self.headers[sequence_id]
         self._free += self._pages.pop(sequence_id)

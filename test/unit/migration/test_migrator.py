@@ -38,6 +38,14 @@ def test_invalid_moves_are_a_fault(moves, reason):
         migrator().run(4, moves)
 
 
+def test_a_sequence_can_be_copied_to_several_ranks_but_to_each_once():
+    ends = Endpoints(channel=MemoryChannel(2), transport=MemoryTransport(), store=PageStore(4), step_timeout_s=1)
+    copies = Migrator(ends, copies=True)
+    assert copies.run(0, [move("a", 0, 1), move("a", 0, 3)]) == Report(outcomes=())
+    with pytest.raises(AssertionError, match="a sequence moves twice at boundary 1"):
+        copies.run(1, [move("a", 0, 2), move("a", 0, 2)])
+
+
 def test_boundary_numbers_rise():
     rank = migrator()
     rank.run(4, [])
