@@ -282,7 +282,7 @@ class MemoryConfig:
         return self.device_memory + self.store_in_memory_bytes if self.device_memory else 0
 
 
-MIGRATIONS = ("even", "never", "always")
+MIGRATIONS = ("even", "never", "always", "partition")
 TOKEN_DISPATCHERS = ("auto", "shared", "gloo", "nccl", "deepep")
 
 
@@ -293,7 +293,7 @@ class RankConfig:
     migration: str = _flag(
         "even",
         "which sequences move to another rank at a boundary; even: those that even out the ranks' counts; never: none; "
-        "always: all that can (for tests)",
+        "always: all that can, partition: none, but ranks run all together every other interval (for tests)",
         choices=MIGRATIONS,
     )
     token_dispatcher: str = _flag(

@@ -61,6 +61,7 @@ READS_GLOBAL_RANK = {
     "sgl_batch.kv_offload.kv_tiers",
     "sgl_batch.managers.rank_heartbeat",
     "sgl_batch.managers.rank_migration",
+    "sgl_batch.managers.rank_partition",
     "sgl_batch.model_executor.run_context",
     "sgl_batch.managers.scheduler",
     "sgl_batch.managers.tp_worker",

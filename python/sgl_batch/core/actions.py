@@ -163,12 +163,24 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Let these sequences belong to all of these ranks, each of which computes attention over a part of their KV.
+    """Let each of these ranks hold all of these sequences, and run the same steps of them (BatchGen 4.2, 5.3).
 
-    It is for the long tail, when few sequences are left, and is in the action list of each of these ranks.
+    It is for the long tail, when few sequences are left. Each sequence runs on one of the ranks, which goes on to own
+    it; the others get replicas. The ranks run nothing else. The sequences are in the order of the rows of the decode
+    batch. It is in the action list of every rank of the group. If a replica cannot be made, nothing changes.
     """
 
     sequences: tuple[SequenceState, ...]
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndPartition:
+    """Drop the replicas on these ranks, which are partitioned. Each sequence goes on where it is owned.
+
+    It comes before all other actions of a list, and is in the list of every rank of the group.
+    """
+
     ranks: frozenset[int]
 
 
@@ -194,6 +206,7 @@ Action = (
     | Abort
     | Migrate
     | Partition
+    | EndPartition
     | Idle
 )
 Actions = tuple[Action, ...]

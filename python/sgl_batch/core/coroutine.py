@@ -18,6 +18,9 @@ class Event(enum.Enum):
     RETRACT = "retracted"
     DEPART = "gone to another rank"
     ARRIVE = "arrived from another rank"
+    PARTITION = "partitioned over several ranks"
+    END_PARTITION = "back on one rank"
+    REPLICATE = "replicated to this rank"
     FINISH = "finished"
     ABORT = "aborted"
 
@@ -42,6 +45,12 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.SUSPENDED, Event.DEPART): Status.MIGRATING,
     (Status.MIGRATING, Event.ARRIVE): Status.READY,
     (Status.MIGRATING, Event.ABORT): Status.ABORTED,
+    (Status.RUNNING, Event.PARTITION): Status.RUNNING,
+    (Status.RUNNING, Event.END_PARTITION): Status.RUNNING,
+    (Status.MIGRATING, Event.REPLICATE): Status.REPLICA,
+    (Status.REPLICA, Event.DEPART): Status.MIGRATING,
+    (Status.REPLICA, Event.FINISH): Status.FINISHED,
+    (Status.REPLICA, Event.ABORT): Status.ABORTED,
     (Status.RUNNING, Event.FINISH): Status.FINISHED,
     (Status.RUNNING, Event.ABORT): Status.ABORTED,
 }

@@ -18,7 +18,7 @@ from sgl_batch.core.rank_agreement import GroupDecision, Migration, Movable, Ran
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import of_prompt
 
-VERSION = 5
+VERSION = 6
 # The counts of a State by their names in a record.
 COUNTS = {
     "running": "running",
@@ -265,11 +265,20 @@ def _plain_rank(rank: RankState) -> Plain:
         "capacity": None if rank.capacity is None else asdict(rank.capacity),
         "ready": _plain_movable(rank.ready),
         "running": _plain_movable(rank.running),
+        "partition": sorted(rank.partition),
+        "replicas": rank.replicas,
+        "takes_replicas": rank.takes_replicas,
     }
 
 
 def _plain_movable(items: Iterable[Movable]) -> list[Mapping[str, Any]]:
     return [
-        {"sequence": rows_of([item.sequence])[0], "tokens": item.tokens, "pages": item.pages, "gap": item.gap}
+        {
+            "sequence": rows_of([item.sequence])[0],
+            "tokens": item.tokens,
+            "pages": item.pages,
+            "gap": item.gap,
+            "replicable": item.replicable,
+        }
         for item in items
     ]

@@ -19,6 +19,12 @@ def combine(sequences: Iterable[SequenceState], event: Event, why: str) -> list[
     return [advance(sequence, event, why) for sequence in sequences]
 
 
+def partition(sequence: SequenceState, ranks: frozenset[int], why: str) -> Transition:
+    """Let a running sequence belong to these ranks from now on: to several, or again to its owner alone."""
+    sequence.ranks = ranks
+    return advance(sequence, Event.PARTITION if len(ranks) > 1 else Event.END_PARTITION, why)
+
+
 def migrate(sequence: SequenceState, event: Event, why: str) -> Transition:
     """Let a sequence leave this rank with its KV and state (DEPART), or continue here as READY (ARRIVE)."""
     assert event in (Event.DEPART, Event.ARRIVE), f"{event.name} is no migration"

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from sgl_batch.core.actions import Actions, Idle, Migrate, Prefill, Refill
+from sgl_batch.core.actions import Actions, EndPartition, Idle, Migrate, Partition, Prefill, Refill
 from sgl_batch.core.admission_policy import RESERVE, AsNoted
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_boundary, prefill_units
 from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.partition import anything_waits, at_every_other_boundary, ends_of, without_replicas
 from sgl_batch.core.plan import Plan, num_expert_calls
 from sgl_batch.core.sequence import SequenceState
 
@@ -35,11 +36,15 @@ class StepKind(enum.Enum):
 
 
 class Migration(enum.Enum):
-    """Which sequences change their rank at a boundary. EVEN evens out counts; ALWAYS moves all that can (for tests)."""
+    """Which sequences change their rank at a boundary. EVEN evens out counts.
+
+    For tests: ALWAYS moves all that can; PARTITION moves none, partitions all that can be, and ends that at the next.
+    """
 
     EVEN = "even"
     NEVER = "never"
     ALWAYS = "always"
+    PARTITION = "partition"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +114,14 @@ class Movable:
     """A waiting or running sequence that may change its rank, with `tokens` of KV.
 
     It reserves `pages` where it arrives, and can need `gap` more. A sequence that belongs to several ranks stays with
-    them.
+    them. `replicable`: whether it would end at the same step on each of several ranks.
     """
 
     sequence: SequenceState
     tokens: int
     pages: int
     gap: int = 0
+    replicable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +130,8 @@ class RankState:
 
     `overflow_pages`, `largest` and `capacity` are for an exclusive store. `grows`, `largest_gap` and `has_waiting` are
     for reservations that grow, as in its `PageLedger`. `ready` and `running`: the waiting and the running sequences
-    that may leave.
+    that may leave. `partition`: the set of ranks that it is partitioned with; empty if it is not. `replicas`: how many
+    of its running sequences other ranks own. `takes_replicas`: whether it can be partitioned.
     """
 
     state: State
@@ -138,6 +145,9 @@ class RankState:
     capacity: TierCapacity | None = None
     ready: Sequence[Movable] = ()
     running: Sequence[Movable] = ()
+    partition: frozenset[int] = frozenset()
+    replicas: int = 0
+    takes_replicas: bool = True
 
     @classmethod
     def of(
@@ -146,6 +156,10 @@ class RankState:
         account: PageLedger,
         capacity: TierCapacity | None,
         movable: tuple[Sequence[Movable], Sequence[Movable]],
+        *,
+        partition: frozenset[int] = frozenset(),
+        replicas: int = 0,
+        takes_replicas: bool = True,
     ) -> RankState:
         """Return the state of a rank with this account of admission. `movable`: waiting and running sequences."""
         ready, running = movable
@@ -161,6 +175,9 @@ class RankState:
             capacity=capacity,
             ready=ready,
             running=running,
+            partition=partition,
+            replicas=replicas,
+            takes_replicas=takes_replicas,
         )
 
     def ledger(self, page_size: int) -> PageLedger:
@@ -193,7 +210,8 @@ class Move:
 class GroupDecision:
     """What all ranks do at a boundary.
 
-    actions: by rank, its actions in order: every Migrate of the group, then the rank's own action.
+    actions: by rank, its actions in order: every EndPartition, Migrate and Partition of the group, then the rank's own
+        action.
     busy: whether any rank has rows to compute.
     prefill: whether the ranks prefill.
     expert_calls: how many expert calls a layer takes in the next pass, on every rank.
@@ -214,6 +232,16 @@ class GroupDecision:
             for sequence in migrate.sequences
         )
 
+    @property
+    def ends(self) -> tuple[EndPartition, ...]:
+        """The partitions that end, before anything else is done."""
+        return tuple(action for action in self.actions[0] if isinstance(action, EndPartition))
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """The partitions that begin."""
+        return tuple(action for action in self.actions[0] if isinstance(action, Partition))
+
 
 def decide_group(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> GroupDecision:
     """Return what every rank does at a boundary.
@@ -225,9 +253,13 @@ def decide_group(ranks: Sequence[RankState], plan: Plan, migration: Migration) -
         plan: the plan in force on all ranks.
         migration: which sequences may change their rank.
     """
+    long_tail = _long_tail(ranks, plan, migration)
+    ends = tuple(action for action in long_tail if isinstance(action, EndPartition))
+    ranks = without_replicas(ranks, ends)
     actions = [_at_boundary(rank, plan) for rank in ranks]
     if any(isinstance(action, Prefill) for action in actions):
-        return _prefill_phase(ranks, actions, plan)
+        return _prefill_phase(ranks, actions, plan, ends)
+    partitions = tuple(action for action in long_tail if isinstance(action, Partition))
     moves = plan_moves(ranks, plan, migration)
     decoding = _decoding(ranks, moves)
     actions = [_at_boundary(rank, plan) for rank in decoding]
@@ -236,8 +268,16 @@ def decide_group(ranks: Sequence[RankState], plan: Plan, migration: Migration) -
     most = max(rows, plan.decode.b_moe, *(rank.state.running for rank in ranks)) if moves else rows
     calls = num_expert_calls(most, plan.decode)
     migrates = _migrates(ranks, moves)
-    lists: tuple[Actions, ...] = tuple((*migrates, action) for action in actions)
+    lists: tuple[Actions, ...] = tuple((*ends, *migrates, *partitions, action) for action in actions)
     return GroupDecision(actions=lists, busy=rows > 0, prefill=False, expert_calls=calls)
+
+
+def _long_tail(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> tuple[Partition | EndPartition, ...]:
+    """Return which partitions end and which begin: all end as soon as anything waits."""
+    ends = ends_of(ranks)
+    if ends:
+        return ends if migration is Migration.PARTITION or anything_waits(ranks) else ()
+    return at_every_other_boundary(ranks, plan) if migration is Migration.PARTITION else ()
 
 
 def _migrates(ranks: Sequence[RankState], moves: Sequence[Move]) -> tuple[Migrate, ...]:
@@ -262,7 +302,9 @@ def _decode_rows(rank: RankState, action: BoundaryAction) -> int:
     return rank.state.running + (len(action.sequences) if isinstance(action, Refill) else 0)
 
 
-def _prefill_phase(ranks: Sequence[RankState], actions: list[BoundaryAction], plan: Plan) -> GroupDecision:
+def _prefill_phase(
+    ranks: Sequence[RankState], actions: list[BoundaryAction], plan: Plan, ends: tuple[EndPartition, ...]
+) -> GroupDecision:
     """Let ranks that could decode on prefill too, as far as they have room, instead of waiting for those that must."""
     parts: list[BoundaryAction] = []
     for rank, action in zip(ranks, actions, strict=True):
@@ -274,7 +316,7 @@ def _prefill_phase(ranks: Sequence[RankState], actions: list[BoundaryAction], pl
         parts.append(Prefill(units=units, rest=rest) if units or rest else Idle())
     rows = max(_prefill_rows(part) for part in parts)
     calls = num_expert_calls(rows, plan.prefill)
-    return GroupDecision(actions=tuple((part,) for part in parts), busy=True, prefill=True, expert_calls=calls)
+    return GroupDecision(actions=tuple((*ends, part) for part in parts), busy=True, prefill=True, expert_calls=calls)
 
 
 def _prefill_rows(action: BoundaryAction) -> int:
@@ -322,7 +364,7 @@ class _Load:
 
 def plan_moves(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> tuple[Move, ...]:
     """Return moves that even out the ranks' numbers of sequences: waiting ones first, then those with the least KV."""
-    if migration is Migration.NEVER or len(ranks) < 2:
+    if migration in (Migration.NEVER, Migration.PARTITION) or len(ranks) < 2:
         return ()
     loads = [_load_of(rank, plan) for rank in ranks]
     if migration is Migration.ALWAYS:
@@ -365,7 +407,7 @@ def _load_of(rank: RankState, plan: Plan) -> _Load:
         largest_gap=rank.largest_gap,
         has_waiting=rank.has_waiting,
         free_tokens=None if rank.capacity is None else rank.capacity.store * plan.page_size,
-        free_request_slots=state.free_request_slots,
+        free_request_slots=0 if rank.partition else state.free_request_slots,
         free_rows=0 if state.queued else plan.decode.b_moe - active,
         least_pages=min((item.pages for item in movable), default=_NOTHING_MOVES),
     )

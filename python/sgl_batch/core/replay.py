@@ -240,10 +240,11 @@ def _rank(plain: Record) -> RankState:
         ready=[_movable(item) for item in plain["ready"]],
         running=[_movable(item) for item in plain["running"]],
         **numbers,
-        **{name: plain[name] for name in ("grows", "largest_gap", "has_waiting")},
+        partition=frozenset(plain["partition"]),
+        **{name: plain[name] for name in ("grows", "largest_gap", "has_waiting", "replicas", "takes_replicas")},
     )
 
 
 def _movable(plain: Record) -> Movable:
-    numbers = {name: plain[name] for name in ("tokens", "pages", "gap")}
+    numbers = {name: plain[name] for name in ("tokens", "pages", "gap", "replicable")}
     return Movable(sequence=_sequence(plain["sequence"]), **numbers)

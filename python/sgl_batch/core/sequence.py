@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 
 class Status(enum.Enum):
-    """The status of a sequence. A SUSPENDED one waits with its KV in the store, in the middle of its output."""
+    """The status of a sequence. A SUSPENDED one waits with its KV in the store, in the middle of its output.
+
+    A REPLICA is a copy of a sequence that runs partitioned: it decodes here, and another rank owns the sequence.
+    """
 
     QUEUED = "QUEUED"
     PREFILLING = "PREFILLING"
@@ -15,6 +18,7 @@ class Status(enum.Enum):
     RUNNING = "RUNNING"
     SUSPENDED = "SUSPENDED"
     MIGRATING = "MIGRATING"
+    REPLICA = "REPLICA"
     FINISHED = "FINISHED"
     ABORTED = "ABORTED"
 
@@ -35,7 +39,7 @@ class SequenceState:
         after the prompt.
     in_one_pass: whether its prompt cannot be computed chunk by chunk.
     expected_tokens: for how many output tokens it is to reserve pages, as its admission policy has noted last.
-    ranks: the ranks that it belongs to; today one.
+    ranks: the ranks that it belongs to: one, or several while it is partitioned, of which one owns it.
     """
 
     sequence_id: str

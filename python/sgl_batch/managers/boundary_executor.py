@@ -199,7 +199,7 @@ class BoundaryExecutor:
 
     def composed_step(self, running: ScheduleBatch) -> ScheduleBatch | None:
         """Return this rank's batch in a decode step of several ranks; None where it has no rows. See `step`."""
-        if not self.plan.mix_prefill:
+        if not self.plan.mix_prefill or self.table.partition:  # all ranks of a set have the same rows
             return self.step(actions.Step(), running)
         (action,) = self._recorded(
             running, lambda state, kv: (decide.compose(state, kv, self.plan, self._policy),), decision="step"
@@ -249,10 +249,8 @@ class BoundaryExecutor:
             case actions.Abort(sequences=sequences, why=why):
                 for sequence in sequences:
                     self.removal.abort(sequence, why)
-            case actions.Partition():
-                raise AssertionError("Partition is not carried out yet")
-            case actions.Migrate():
-                raise AssertionError("Migrate is carried out by all ranks together, in RankSteps")
+            case actions.Migrate() | actions.Partition() | actions.EndPartition():
+                raise AssertionError(f"{type(action).__name__} is carried out by all ranks together, in RankSteps")
             case _:
                 raise AssertionError(f"{action} is for the device")
         return running

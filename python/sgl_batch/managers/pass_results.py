@@ -58,7 +58,8 @@ class PassResults:
         else:
             self._kv.end_pass(batch)
             self._interval.end_step()
-            self._counters.add("output_tokens", len(requests))
+            replicas = self._table.num_replicas and sum(self._table.is_replica(one.rid) for one in requests)
+            self._counters.add("output_tokens", len(requests) - replicas)
         self._table.record(self._changes_of(requests, prefilled=prefilled))
         for request in requests:
             if request.rid not in self._table:
@@ -73,6 +74,8 @@ class PassResults:
             if not request.finished():
                 if prefilled and request is not self._unbatched.begun:
                     changes.append(self._table.prefilled(request.rid))
+            elif self._table.is_replica(request.rid):
+                changes.append(self._table.finish(request))
             elif request.rid in self._table:
                 self._unbatched.queued.order.finished(self._table[request.rid], len(request.output_ids))
                 sequence = self._table[request.rid]

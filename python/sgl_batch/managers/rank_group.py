@@ -19,6 +19,7 @@ from sgl_batch.distributed.channel import Channel
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.rank_messages import (
     BoundaryActions,
+    DoneMessage,
     HeaderMessage,
     Message,
     StateMessage,
@@ -30,7 +31,7 @@ from sgl_batch.managers.rank_messages import (
 )
 from sgl_batch.managers.trace import TraceWriter
 
-M = TypeVar("M", HeaderMessage, StepMessage, StateMessage, BoundaryActions)
+M = TypeVar("M", HeaderMessage, StepMessage, StateMessage, BoundaryActions, DoneMessage)
 
 
 class AllGather(Protocol):
@@ -95,6 +96,22 @@ class RankGroup:
         for peer in self._others:
             self._channel.send(peer, actions_for(decision, peer))
         return actions_for(decision, self.rank)
+
+    def all_done(self, done: bool) -> bool:
+        """Return whether all ranks have done their parts. Every rank calls this, with whether it has. The same on all.
+
+        Waits for the others, which raises PeerLost or PeerTimeout as everywhere.
+        """
+        if self._all_gather is not None:
+            return all(row[0] for row in self._all_gather.gather([int(done)]))
+        if self.rank != self._control_rank:
+            self._channel.send(self._control_rank, DoneMessage(done))
+            return self._receive([self._control_rank], DoneMessage, "whether all ranks are done")[1].done
+        answers = self._gather(DoneMessage(done), DoneMessage, "whether it is done")
+        verdict = all(answer.done for answer in answers)
+        for peer in self._others:
+            self._channel.send(peer, DoneMessage(verdict))
+        return verdict
 
     def _gather(self, own: M, kind: type[M], awaiting: str) -> list[M]:
         """Receive one message of each other rank; return all messages by rank."""

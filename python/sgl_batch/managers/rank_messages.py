@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sgl_batch.core.actions import Prefill, Refill
+from sgl_batch.core.actions import Partition, Prefill, Refill
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupDecision, GroupStep, Movable, RankState, StepKind
@@ -31,7 +31,10 @@ class StepMessage(msgspec.Struct, tag="step", array_like=True, frozen=True):
 
 
 class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence as decisions see it. `tokens`, `pages` and `gap` are a `Movable`'s; -1 if it cannot move."""
+    """A sequence as decisions see it.
+
+    `tokens`, `pages`, `gap` and `replicable` are a `Movable`'s; the numbers are -1 if it cannot move.
+    """
 
     sequence_id: str
     arrival: int
@@ -42,6 +45,7 @@ class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
     pages: int
     gap: int
+    replicable: bool
     shared_tokens: int
     generated_tokens: int
     computed_tokens: int
@@ -69,6 +73,9 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     has_waiting: bool
     capacity: tuple[int | None, int, bool] | None
     begun: SequenceRow | None
+    partition: list[int]
+    replicas: int
+    takes_replicas: bool
 
 
 class MoveRow(msgspec.Struct, array_like=True, frozen=True):
@@ -79,10 +86,19 @@ class MoveRow(msgspec.Struct, array_like=True, frozen=True):
     target: int
 
 
+class PartitionRow(msgspec.Struct, array_like=True, frozen=True):
+    """Sequences that are partitioned over `ranks`, in the order of their rows, with the rank that owns each."""
+
+    sequence_ids: list[str]
+    owners: list[int]
+    ranks: list[int]
+
+
 class BoundaryActions(msgspec.Struct, tag="actions", array_like=True, frozen=True):
     """What one rank does at a boundary. `units` and `refill` are this rank's own; the rest is the same on all ranks.
 
-    `units`: sequence ids of each prefill unit, its leader first.
+    `units`: sequence ids of each prefill unit, its leader first. `ends`: the sets of ranks whose partition ends, before
+    anything else is done.
     """
 
     prefill: bool
@@ -91,9 +107,17 @@ class BoundaryActions(msgspec.Struct, tag="actions", array_like=True, frozen=Tru
     moves: list[MoveRow]
     units: list[list[str]]
     refill: list[str]
+    ends: list[list[int]]
+    partitions: list[PartitionRow]
 
 
-Message = HeaderMessage | StepMessage | StateMessage | BoundaryActions
+class DoneMessage(msgspec.Struct, tag="done", array_like=True, frozen=True):
+    """Whether a rank has done its part of something; or, from the control rank, whether all have."""
+
+    done: bool
+
+
+Message = HeaderMessage | StepMessage | StateMessage | BoundaryActions | DoneMessage
 
 
 def to_message(step: GroupStep) -> StepMessage:
@@ -134,6 +158,9 @@ def message_of(rank: RankState) -> StateMessage:
         has_waiting=rank.has_waiting,
         capacity=None if rank.capacity is None else (rank.capacity.device, rank.capacity.store, rank.capacity.to_store),
         begun=None if state.begun is None else _row_of(state.begun),
+        partition=sorted(rank.partition),
+        replicas=rank.replicas,
+        takes_replicas=rank.takes_replicas,
     )
 
 
@@ -149,6 +176,7 @@ def _row_of(sequence: SequenceState, movable: Movable | None = None) -> Sequence
         -1 if movable is None else movable.tokens,
         -1 if movable is None else movable.pages,
         -1 if movable is None else movable.gap,
+        movable is None or movable.replicable,
         sequence.shared_tokens,
         sequence.generated_tokens,
         sequence.computed_tokens,
@@ -177,15 +205,9 @@ def state_of(message: StateMessage, rank: int) -> RankState:
     """Return the state in a message of `rank`. A state that is sent counts as changed."""
     of = frozenset((rank,))
     ready = [_sequence_of(row, Status.READY, of) for row in message.ready]
-    movable = [
-        Movable(sequence=sequence, tokens=row.tokens, pages=row.pages, gap=row.gap)
-        for row, sequence in zip(message.ready, ready, strict=True)
-        if row.pages >= 0
-    ]
-    running = [
-        Movable(sequence=_sequence_of(row, Status.RUNNING, of), tokens=row.tokens, pages=row.pages, gap=row.gap)
-        for row in message.running_movable
-    ]
+    movable = [_movable_of(row, sequence) for row, sequence in zip(message.ready, ready, strict=True) if row.pages >= 0]
+    runs_on = frozenset(message.partition) or of
+    running = [_movable_of(row, _sequence_of(row, Status.RUNNING, runs_on)) for row in message.running_movable]
     state = State(
         queued=[_sequence_of(row, Status.QUEUED, of) for row in message.queued],
         ready=ready,
@@ -209,7 +231,14 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         capacity=None if message.capacity is None else _capacity_of(*message.capacity),
         ready=movable,
         running=running,
+        partition=frozenset(message.partition),
+        replicas=message.replicas,
+        takes_replicas=message.takes_replicas,
     )
+
+
+def _movable_of(row: SequenceRow, sequence: SequenceState) -> Movable:
+    return Movable(sequence=sequence, tokens=row.tokens, pages=row.pages, gap=row.gap, replicable=row.replicable)
 
 
 def _capacity_of(device: int | None, store: int, to_store: bool) -> TierCapacity:
@@ -218,7 +247,7 @@ def _capacity_of(device: int | None, store: int, to_store: bool) -> TierCapacity
 
 def actions_for(decision: GroupDecision, rank: int) -> BoundaryActions:
     """Return the part of `rank` in a decision."""
-    action = decision.actions[rank][-1]  # after the moves, which are the same on all ranks
+    action = decision.actions[rank][-1]  # after the actions that are the same on all ranks
     units = action.units if isinstance(action, Prefill) else ()
     return BoundaryActions(
         prefill=decision.prefill,
@@ -227,4 +256,11 @@ def actions_for(decision: GroupDecision, rank: int) -> BoundaryActions:
         moves=[MoveRow(move.sequence_id, move.source, move.target) for move in decision.moves],
         units=[[member.sequence_id for member in unit.members] for unit in units],
         refill=[sequence.sequence_id for sequence in action.sequences] if isinstance(action, Refill) else [],
+        ends=[sorted(end.ranks) for end in decision.ends],
+        partitions=[_partition_row(partition) for partition in decision.partitions],
     )
+
+
+def _partition_row(partition: Partition) -> PartitionRow:
+    owners = [next(iter(sequence.ranks)) for sequence in partition.sequences]
+    return PartitionRow([one.sequence_id for one in partition.sequences], owners, sorted(partition.ranks))

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import Move
 from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.rank_context import RankContext
@@ -72,11 +73,27 @@ class MovingSequences(SequenceStore, Protocol):
         """Prepare for these sequences to leave the rank. `running`: its decode batch."""
 
 
+class Arrivals(Protocol):
+    """What becomes of a rebuilt request: a sequence of the rank (`SequenceTable`), or a replica."""
+
+    def expect(self, request: Request, plan: Plan) -> str | None:
+        """Reserve pages for a request that may arrive. Where there is no room, return why, with the numbers."""
+
+    def expect_no_more(self, name: str) -> None:
+        """Free the pages of an expected request that does not arrive."""
+
+    def adopt(self, request: Request) -> None:
+        """Add a request that has arrived with its KV."""
+
+
 class RankSequences:
     """The `SequenceStore` of a scheduler process whose KV lies on the device alone."""
 
-    def __init__(self, scheduler: SGLangScheduler, executor: BoundaryExecutor) -> None:
+    def __init__(
+        self, scheduler: SGLangScheduler, executor: BoundaryExecutor, arrivals: Arrivals | None = None
+    ) -> None:
         self._scheduler, self._executor, self._table = scheduler, executor, executor.table
+        self._arrivals: Arrivals = executor.table if arrivals is None else arrivals
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._page_size: int = scheduler.page_size
         self._expected: dict[str, _Expected] = {}
@@ -94,7 +111,7 @@ class RankSequences:
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
         request = request_of(header, self._scheduler)
-        refusal = self._table.expect(request, self._executor.plan)
+        refusal = self._arrivals.expect(request, self._executor.plan)
         if refusal is not None:
             return Refusal(reason=refusal)
         kv_indices = self._scheduler.token_to_kv_pool_allocator.alloc(header.num_pages * self._page_size)
@@ -105,12 +122,12 @@ class RankSequences:
     def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
         expected = self._expected.pop(header.sequence_id)
         moving.attach(self._scheduler, expected.request, expected.kv_indices[: header.position])
-        self._table.adopt(expected.request)
+        self._arrivals.adopt(expected.request)
 
     def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:
         expected = self._expected.pop(header.sequence_id)
         self._scheduler.token_to_kv_pool_allocator.free(expected.kv_indices)
-        self._table.expect_no_more(header.sequence_id)
+        self._arrivals.expect_no_more(header.sequence_id)
 
     def release(self, sequence_id: str) -> None:
         request = self._table.request_named(sequence_id)

@@ -17,6 +17,7 @@ from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_messages import BoundaryActions, StateMessage, message_of
 from sgl_batch.managers.rank_migration import RankMigration
+from sgl_batch.managers.rank_partition import RankPartition
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 
 
@@ -44,9 +45,18 @@ class RankSteps:
         group: RankGroup,
         migration: RankMigration,
         at_boundary: Callable[[], None] = lambda: None,
+        partition: RankPartition | None = None,
     ) -> None:
-        """Take what acts and agrees. `at_boundary` is called before anything is decided at a boundary."""
-        self._executor, self._group, self._migration = executor, group, migration
+        """Take what acts and agrees.
+
+        Args:
+            executor: the sequences of this rank.
+            group: the agreement of all ranks.
+            migration: carries out moves.
+            at_boundary: called before anything is decided at a boundary.
+            partition: carries out partitions; without it, this rank takes no replicas.
+        """
+        self._executor, self._group, self._migration, self._partition = executor, group, migration, partition
         self._at_boundary = at_boundary
         self._changes: deque[Callable[[], None]] = deque()
         self._changes_known = self._changes_due = self._changes_made = 0
@@ -99,6 +109,8 @@ class RankSteps:
         with executor.clock.part("boundary"):
             running = executor.extend_running(running)
             actions = self._group.decide(self._state_message(running), executor.plan)
+            if any(self._group.rank in ranks for ranks in actions.ends):
+                running = self._partitioned.end(running)
         batch = None
         if actions.prefill:
             if actions.units or executor.begun is not None:
@@ -108,11 +120,22 @@ class RankSteps:
             with executor.clock.part("boundary"):
                 moves = [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in actions.moves]
                 self._migration.run(moves, running)
+        if actions.partitions:
+            with executor.clock.part("boundary"):
+                running = self._partitioned.begin(actions.partitions, running)
+        # The others learn of this rank's rows before the next step, so these boundaries end without a forward pass.
         if executor.decides_alone:
-            # The others learn of this rank's rows before the next step, so this boundary ends without a forward pass.
             running = executor.cross_boundary(running, others_run=step.any_rank_decodes)
             return Part(batch=None, running=running, takes_part=False)
+        if actions.partitions:
+            executor.begin_interval(running, began)
+            return Part(batch=None, running=running, takes_part=False)
         return self._refill(actions, running, began)
+
+    @property
+    def _partitioned(self) -> RankPartition:
+        assert self._partition is not None, "only ranks that take replicas are partitioned"
+        return self._partition
 
     def _refill(self, actions: BoundaryActions, running: ScheduleBatch, began: float) -> Part:
         """Refill after the moves of a boundary at which no rank prefills, and begin the first step after it."""
@@ -146,7 +169,18 @@ class RankSteps:
         executor.estimate_shared(state)
         for sequence in state.queued[:MOST_QUEUED] if ledger.policy.grows else ():
             note_expected(Admission(leader=sequence), ledger.policy)
-        return message_of(RankState.of(state, ledger, executor.capacity(running), executor.movable(running)))
+        partition = self._partition
+        return message_of(
+            RankState.of(
+                state,
+                ledger,
+                executor.capacity(running),
+                executor.movable(running),
+                partition=frozenset() if partition is None else partition.ranks,
+                replicas=0 if partition is None else partition.num_replicas,
+                takes_replicas=partition is not None,
+            )
+        )
 
     def _units(self, actions: BoundaryActions) -> tuple[Admission, ...]:
         named = [self._executor.queued_named(names) for names in actions.units]

@@ -31,6 +31,7 @@ from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
 from sgl_batch.managers.rank_migration import RankMigration, RankSequences
+from sgl_batch.managers.rank_partition import make_partition
 from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.steps_in_flight import StepsInFlight, is_wanted, with_copied_results
 from sgl_batch.managers.stored_migration import StoredSequences
@@ -54,6 +55,7 @@ from sgl_batch.sglang_adapter.scheduling import (
     brings_only_requests,
     drop_last_steps,
     intercept_controls,
+    limits_request_time,
     rows_of,
     set_max_new_tokens,
     skip_ended_rows,
@@ -158,7 +160,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             migration = migrates(RankSequences(self, self.executor))
         else:
             migration = migrates(StoredSequences(self, self.executor, self._tiers.stored))
-        return RankSteps(self.executor, group, migration, self._plan_changes.at_boundary)
+        partition = None
+        if self._tiers is None and not limits_request_time():
+            partition = make_partition(self, self.executor, rank_context, group.all_done, self.context.counters)
+        return RankSteps(self.executor, group, migration, self._plan_changes.at_boundary, partition)
 
     def _all_gather(self, rank_context: RankContext) -> SharedMemoryAllGather | None:
         """Return the ranks' all-gather through shared memory, or None where they share no memory."""
@@ -248,6 +253,13 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.context.counters.add("tokens_resumed", len(tokens))
 
     def abort_request(self, recv_req: AbortRequest) -> None:
+        """Abort requests: with several ranks between the same two steps on all, because each may hold a replica."""
+        if self.rank_steps is None:
+            self._abort(recv_req)
+        else:
+            self.rank_steps.between_steps(partial(self._abort, recv_req))
+
+    def _abort(self, recv_req: AbortRequest) -> None:
         def is_meant(rid: str) -> bool:
             return bool(recv_req.abort_all or rid.startswith(recv_req.rid))
 

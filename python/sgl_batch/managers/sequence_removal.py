@@ -142,9 +142,11 @@ class SequenceRemoval:
         return found
 
     def _give_up_kv(self, request: Request) -> None:
-        """Drop the KV of a request, and end the request now if it is to be aborted."""
+        """Drop the KV of a request, and end the request now if it is to be aborted. A replica leaves with its KV."""
         self._kv.give_up(request)
-        if request.to_finish is None:
+        if self._table.is_replica(request.rid):
+            self._table.drop_replica(request.rid)
+        elif request.to_finish is None:
             self._table.retracted(request)
         else:
             end_detached(self._scheduler, request)

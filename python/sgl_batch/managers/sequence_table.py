@@ -6,6 +6,7 @@ core/ decides which sequences run, wait or move next. The boundary executor make
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Protocol
 
 from sgl_batch.core.actions import Actions
@@ -15,14 +16,14 @@ from sgl_batch.core.decide import on_arrival
 from sgl_batch.core.decision_record import arrival_record
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.primitives import migrate, yield_
+from sgl_batch.core.primitives import migrate, partition, yield_
 from sgl_batch.core.rank_agreement import Movable
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequencesView
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.requests import prompt_groups
-from sgl_batch.sglang_adapter.moving import movable
+from sgl_batch.sglang_adapter.moving import movable, replicable
 from sgl_batch.sglang_adapter.scheduling import needs_whole_prompt, shares_prefix
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
@@ -63,6 +64,7 @@ class SequenceTable:
         self._requests: dict[str, Request] = {}
         self._ready: dict[str, SequenceState] = {}
         self._choices: dict[str, SequenceState] = {}
+        self._partitioned: dict[str, SequenceState] = {}
         self._arrivals = self._waits = 0
 
     @property
@@ -79,8 +81,9 @@ class SequenceTable:
         return len(self._sequences)
 
     def num_by_status(self) -> dict[str, int]:
-        """Return how many sequences are in each state now."""
-        return dict(Counter(sequence.status.value for sequence in self._sequences.values()))
+        """Return how many sequences are in each state now. Their owners count those that are replicas here."""
+        states = (sequence.status for sequence in self._sequences.values())
+        return dict(Counter(status.value for status in states if status is not Status.REPLICA))
 
     def __contains__(self, name: str) -> bool:
         return name in self._sequences
@@ -168,9 +171,9 @@ class SequenceTable:
         )
 
     def record(self, changes: list[Transition]) -> None:
-        """Count changes of state, and write them to the trace."""
+        """Count changes of state, and write them to the trace, which has the life of a sequence where it is owned."""
         self.changes += len(changes)
-        self._trace.write(changes)
+        self._trace.write([change for change in changes if Status.REPLICA not in (change.before, change.after)])
 
     def prefilled(self, name: str) -> Transition:
         """Make a sequence READY that has its prompt's KV."""
@@ -190,7 +193,8 @@ class SequenceTable:
             sequence.lost_tokens = sequence.computed_tokens if in_part else sequence.kv_tokens
         self._leave_ready(request.rid)
         self._give_back(sequence)
-        sequence.prompt_group, sequence.choice = None, 0
+        self._partitioned.pop(request.rid, None)
+        sequence.prompt_group, sequence.choice, sequence.ranks = None, 0, self._ranks
         sequence.computed_tokens = sequence.shared_tokens = 0
         self.changes += 1
         self._counters.add("retractions")
@@ -222,10 +226,10 @@ class SequenceTable:
         sequence.generated_tokens = len(request.output_ids)
         assert request.finished_reason is not None, f"finish() needs a finished request, and {request.rid} is not"
         reason = request.finished_reason.to_json()
-        aborted = reason.get("type") == "abort"
+        aborted, owned = reason.get("type") == "abort", not self.is_replica(request.rid)
         change = advance(sequence, Event.ABORT if aborted else Event.FINISH, f"finish reason: {reason['type']}")
-        self._counters.add("sequences_aborted" if aborted else "sequences_finished")
-        self._counters.add("generated_tokens", sequence.generated_tokens)
+        self._counters.add("sequences_aborted" if aborted else "sequences_finished", int(owned))
+        self._counters.add("generated_tokens", sequence.generated_tokens if owned else 0)
         self._drop(sequence)
         return change
 
@@ -237,6 +241,7 @@ class SequenceTable:
 
     def _drop(self, sequence: SequenceState) -> None:
         del self._sequences[sequence.sequence_id], self._requests[sequence.sequence_id]
+        self._partitioned.pop(sequence.sequence_id, None)
         self._give_back(sequence)
 
     def _give_back(self, sequence: SequenceState) -> None:
@@ -254,7 +259,8 @@ class SequenceTable:
     def movable(self, running: ScheduleBatch, plan: Plan) -> tuple[list[Movable], list[Movable]]:
         """Return the waiting and the running sequences that share no pages and whose state can be written down."""
         ready = [self._movable(sequence, plan) for sequence in self._ready.values()]
-        run = [self._movable(self.grown(request), plan) for request in running.reqs]
+        owned = (request for request in running.reqs if not self.is_replica(request.rid))
+        run = [self._movable(self.grown(request), plan) for request in owned]
         return [item for item in ready if item is not None], [item for item in run if item is not None]
 
     def _movable(self, sequence: SequenceState, plan: Plan) -> Movable | None:
@@ -263,7 +269,8 @@ class SequenceTable:
             return None
         pages = arriving_pages(sequence, ledger, plan)
         gap = ledger.whole_pages(sequence) - pages
-        return Movable(sequence=sequence, tokens=request.kv_committed_len, pages=pages, gap=gap)
+        tokens = request.kv_committed_len
+        return Movable(sequence=sequence, tokens=tokens, pages=pages, gap=gap, replicable=replicable(request))
 
     def expect(self, request: Request, plan: Plan) -> str | None:
         """Reserve pages for a sequence that may arrive. Where there is no room, return why, with the numbers."""
@@ -298,3 +305,72 @@ class SequenceTable:
         self._counters.add("sequences_departed")
         self._leave_ready(name)
         self._drop(sequence)
+
+    # Partitions.
+
+    @property
+    def partition(self) -> frozenset[int]:
+        """The ranks over which sequences of this rank are partitioned; empty if none is."""
+        return next(iter(self._partitioned.values())).ranks if self._partitioned else frozenset()
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of sequences here that another rank owns."""
+        return sum(map(self.is_replica, self._partitioned))
+
+    def is_replica(self, name: str) -> bool:
+        """Return whether another rank owns this sequence, of which a replica is here."""
+        sequence = self._partitioned.get(name)
+        return sequence is not None and sequence.status is Status.REPLICA
+
+    def expect_replica(self, request: Request) -> str | None:
+        """Reserve all pages that a replica can need. Where there is no room, return why, with the numbers."""
+        ledger = self._admission_ledger
+        pages = ledger.whole_pages(self._sequence_of(request))
+        if not ledger.fits(pages):
+            return f"its replica can need {pages} pages and {ledger.free_pages} are free"
+        ledger.reserve(request.rid, pages, whole=pages)
+        return None
+
+    def adopt_replica(self, request: Request) -> None:
+        """Add a replica that has arrived with its KV."""
+        sequence = self._sequence_of(request)
+        sequence.status, sequence.generated_tokens = Status.MIGRATING, len(request.output_ids)
+        self._keep(sequence, request)
+        self._partitioned[request.rid] = sequence
+        self.record([advance(sequence, Event.REPLICATE, "it is partitioned")])
+        self._counters.add("replicas_made")
+
+    def drop_replica(self, name: str) -> None:
+        """Remove a replica, whose KV is free already."""
+        sequence = self._sequences[name]
+        self.record([migrate(sequence, Event.DEPART, "its partition has ended")])
+        self._drop(sequence)
+
+    def reserve_whole(self, names: Iterable[str]) -> bool:
+        """Let these sequences reserve all pages that they can need; return whether there is room for that."""
+        ledger = self._admission_ledger
+        for name in names:
+            whole = ledger.whole_need(name)
+            if ledger.held(name) < whole:
+                if not ledger.can_resize(name, whole):
+                    return False
+                ledger.resize(name, whole)
+        return True
+
+    def begin_partition(self, names: Iterable[str], ranks: frozenset[int]) -> None:
+        """Let these sequences, RUNNING and replicas, belong to these ranks."""
+        changes = []
+        for name in names:
+            sequence = self._partitioned[name] = self._sequences[name]
+            if sequence.status is Status.REPLICA:
+                sequence.ranks = ranks
+            else:
+                changes.append(partition(sequence, ranks, f"partitioned over ranks {sorted(ranks)}"))
+        self.record(changes)
+        self._counters.add("sequences_partitioned", len(changes))
+
+    def end_partition(self) -> None:
+        """Let the sequences that are left belong to this rank alone. Replicas have been dropped."""
+        left, self._partitioned = self._partitioned, {}
+        self.record([partition(sequence, self._ranks, "its partition has ended") for sequence in left.values()])

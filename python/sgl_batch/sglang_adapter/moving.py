@@ -17,7 +17,7 @@ with bootstrap.importing():
     from sglang.srt.mem_cache.common import release_kv_cache
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-__all__ = ["attach", "movable", "progress_of", "rebuild", "release", "remove_from_batch", "sampling_of"]
+__all__ = ["attach", "movable", "progress_of", "rebuild", "release", "remove_from_batch", "replicable", "sampling_of"]
 
 # The plain values of a request that the output streamer and the detokenizer need.
 _PROGRESS = ("stream", "extra_key", "priority", "cached_tokens", "send_token_offset", "send_decode_id_offset")
@@ -47,6 +47,11 @@ def movable(request: Request) -> bool:
     """Return whether all of a request can be written as plain data."""
     rooted = any(getattr(request, name, None) for name in _ROOTED)
     return not rooted and not request.sampling_params.custom_params and bool(request.output_ids)
+
+
+def replicable(request: Request) -> bool:
+    """Return whether copies of a request end at the same token on each rank. The search for stop_regex takes time."""
+    return not request.sampling_params.stop_regex_strs
 
 
 def sampling_of(request: Request) -> dict[str, object]:

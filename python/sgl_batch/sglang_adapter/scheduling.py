@@ -23,6 +23,7 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 with bootstrap.importing():
     import torch
+    from sglang.srt.environ import envs
     from sglang.srt.managers.io_struct import (
         BatchTokenizedGenerateReqInput,
         ContinueGenerationReqInput,
@@ -66,6 +67,7 @@ __all__ = [
     "free_kv",
     "intercept_controls",
     "keep_prefix",
+    "limits_request_time",
     "mark_aborted",
     "merge_into",
     "needs_whole_prompt",
@@ -76,6 +78,7 @@ __all__ = [
     "set_max_new_tokens",
     "set_prefix",
     "shares_prefix",
+    "silence",
     "skip_ended_rows",
     "tokens_written",
     "updates_weights",
@@ -259,6 +262,33 @@ def skip_ended_rows(scheduler: SGLangScheduler) -> None:
     """Let SGLang skip rows whose requests ended while the step was under way."""
     processor: Any = scheduler.batch_result_processor
     scheduler.batch_result_processor = replace(processor, enable_overlap=True)
+
+
+def limits_request_time() -> bool:
+    """Return whether SGLang aborts a request after some time, which ranks measure for themselves."""
+    return bool(envs.SGLANG_REQ_RUNNING_TIMEOUT.get() > 0)
+
+
+def silence(scheduler: SGLangScheduler, is_replica: Callable[[str], bool]) -> None:
+    """Let no results of steps be answered for the requests whose `is_replica(id)` is true."""
+    processor: Any = scheduler.batch_result_processor
+    streamer = _OwnersStreamer(processor.output_streamer, is_replica)
+    scheduler.batch_result_processor = replace(processor, output_streamer=streamer)
+
+
+class _OwnersStreamer:
+    """SGLang's output streamer, but for replicas, whose owners answer."""
+
+    def __init__(self, streamer: Any, is_replica: Callable[[str], bool]) -> None:
+        self._streamer, self._is_replica = streamer, is_replica
+
+    def stream_output(self, reqs: list[Request], *args: Any, **kwargs: Any) -> None:
+        owned = [request for request in reqs if not self._is_replica(request.rid)]
+        if owned or not reqs:
+            self._streamer.stream_output(owned, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streamer, name)
 
 
 def uses_penalties(batch: ScheduleBatch) -> bool:

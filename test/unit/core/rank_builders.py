@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sequence_builders import plan, sequence
 
 from sgl_batch.core.page_boundary import State
@@ -41,3 +43,10 @@ def rank(
         filling=False,
     )
     return RankState(state=state, total_pages=1000, free_pages=free_pages, ready=ready, running=runs)
+
+
+def in_set(state: RankState, ranks: set[int], replicas: int) -> RankState:
+    """Return a rank that is partitioned with others, with so many replicas beside its own running sequences."""
+    runs = [replace(item, sequence=replace(item.sequence, ranks=frozenset(ranks))) for item in state.running]
+    with_replicas = replace(state.state, running=state.state.running + replicas)
+    return replace(state, state=with_replicas, running=runs, partition=frozenset(ranks), replicas=replicas)

@@ -37,7 +37,7 @@ def moved(source: RankState, target: RankState, migration: Migration = Migration
 @pytest.mark.parametrize("admission", [TwoPage, Forecast])
 @pytest.mark.parametrize("migration", Migration)
 def test_whatever_moves_all_end_nothing_runs_out_and_decisions_replay(admission, migration):
-    num_moved = suspended = away = 0
+    num_moved = num_partitions = suspended = away = 0
     for seed, overflow_pages in OVERFLOW_PAGES.items():
         scenario = outgrowing(seed)
         ranks = VirtualRanks(
@@ -58,10 +58,11 @@ def test_whatever_moves_all_end_nothing_runs_out_and_decisions_replay(admission,
         except AssertionError as error:
             error.add_note(f"seed {seed}, step {ranks.log.steps}")
             raise
-        num_moved += log.moved
+        num_moved, num_partitions = num_moved + log.moved, num_partitions + log.partitions
         suspended += sum(one.suspensions for one in ranks.ranks)
         away += sum(one.overflow.taken for one in ranks.ranks)
-    assert (num_moved > 0) is (migration is not Migration.NEVER)
+    assert (num_moved > 0) is (migration in (Migration.EVEN, Migration.ALWAYS))
+    assert (num_partitions > 0) is (migration is Migration.PARTITION)
     assert min(suspended, away) > 0
 
 

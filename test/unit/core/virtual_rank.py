@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
+import virtual_partition
 from virtual_overflow import VirtualOverflow
 from virtual_sequences import Batch, Fate, Request, Running, computed_with, prompt_of
 
@@ -114,7 +115,7 @@ class VirtualRank:
             self.queued.values(),
             self.forked,
             self.ready.values(),
-            self.running.reqs,
+            (one for one in self.running.reqs if not virtual_partition.is_replica(one)),
             begun,
             self.overflow.returning,
             *self.forks.values(),
@@ -175,7 +176,8 @@ class VirtualRank:
                     found.append(Movable(sequence=one, tokens=one.kv_tokens, pages=pages, gap=gap))
             return found
 
-        return self._policy.movable(items(list(self.ready.values())), items(running.reqs), self._kv(running), self.plan)
+        owned = [one for one in running.reqs if not virtual_partition.is_replica(one)]
+        return self._policy.movable(items(list(self.ready.values())), items(owned), self._kv(running), self.plan)
 
     def _is_rooted(self, sequence: SequenceState) -> bool:
         fate = self.fates[sequence.sequence_id]
@@ -193,7 +195,14 @@ class VirtualRank:
         self.estimate_shared(state)
         for sequence in state.queued:
             note_expected(Admission(leader=sequence), self.ledger.policy)
-        return RankState.of(state, self.ledger, None, self.movable(self.running))
+        return RankState.of(
+            state,
+            self.ledger,
+            None,
+            self.movable(self.running),
+            partition=virtual_partition.set_of(self.running),
+            replicas=virtual_partition.num_replicas(self.running),
+        )
 
     def queued_named(self, names: Sequence[str]) -> list[SequenceState]:
         return [self.queued[name] for name in names]
@@ -281,7 +290,8 @@ class VirtualRank:
         self.suspensions += len(sequences)
 
     def composed_step(self, running: Running) -> Batch | None:
-        chunks = compose(self.state(running), self._kv(running), self.plan, self._policy).prefill
+        partitioned = bool(virtual_partition.set_of(running))
+        chunks = () if partitioned else compose(self.state(running), self._kv(running), self.plan, self._policy).prefill
         tokens = sum(chunk.tokens for chunk in chunks)
         assert tokens <= self.plan.mix_prefill
         whole = tuple(chunk.sequence for chunk in chunks if self._compute(chunk))
@@ -343,6 +353,9 @@ class VirtualRank:
             if group in self.forks and sequence.is_leader:
                 self.forked += self.forks.pop(group)
             fate = self.fates[sequence.sequence_id]
+            if virtual_partition.is_replica(sequence):
+                self._after_replica(sequence, fate)
+                continue
             fate.left -= 1
             fate.generated += 1
             sequence.generated_tokens = fate.generated
@@ -354,6 +367,23 @@ class VirtualRank:
                 yield_(sequence, finished=False, why="")
                 self._changes += 1
                 self.ready[sequence.sequence_id] = sequence
+
+    def _after_replica(self, replica: SequenceState, fate: Fate) -> None:
+        replica.generated_tokens += 1
+        if fate.aborted or replica.generated_tokens == fate.left + fate.generated:
+            advance(replica, Event.ABORT if fate.aborted else Event.FINISH, "")
+            self.running.reqs.remove(replica)
+            self._let_go(replica)
+
+    def next_arrival(self) -> int:
+        """Return the arrival number of a sequence that comes here."""
+        self._arrivals += 1
+        return self._arrivals - 1
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether a request has arrived since the last boundary."""
+        return self._changes != self._changes_at_boundary
 
     def _end(self, sequence: SequenceState, event: Event) -> None:
         advance(sequence, event, "")
@@ -416,7 +446,7 @@ class VirtualRank:
         for statuses, sequences in (
             ((Status.QUEUED,), [*self.queued.values(), *self.forked]),
             ((Status.READY, Status.SUSPENDED), [*self.ready.values(), *self.overflow.returning]),
-            ((Status.RUNNING,), self.running.reqs),
+            ((Status.RUNNING, Status.REPLICA), self.running.reqs),
         ):
             assert all(sequence.status in statuses for sequence in sequences)
         begun = [] if self.begun is None else [self.begun]

@@ -9,11 +9,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import virtual_partition
 from virtual_overflow import VirtualOverflow
 from virtual_rank import VirtualRank
 from virtual_sequences import Batch, Fate, Request
 
-from sgl_batch.core.actions import Prefill, Refill
+from sgl_batch.core.actions import EndPartition, Partition, Prefill, Refill
 from sgl_batch.core.admission_policy import AdmissionPolicy, Reserve
 from sgl_batch.core.decision_record import group_record
 from sgl_batch.core.plan import Plan
@@ -54,6 +55,9 @@ class Log:
     boundaries: int = 0
     moved: int = 0
     stayed: int = 0
+    partitions: int = 0
+    undone: int = 0
+    ended_partitions: int = 0
     refused: list[str] = field(default_factory=list)
     ended_at: dict[str, int] = field(default_factory=dict)
     active: list[list[int]] = field(default_factory=list)
@@ -202,12 +206,19 @@ class VirtualRanks:
         )
 
     def _boundary(self, decision: GroupDecision, *, others_run: bool) -> list[Part]:
+        self.end_partitions(decision.ends)
         decodes_alone = not decision.prefill and not any(rank.queued or rank.begun for rank in self.ranks)
         if not decision.prefill:
             self.carry_out(decision.moves)
+            self.partition(decision.partitions)
             if self.ranks[0].decides_alone:
                 for rank in self.ranks:
                     rank.running = rank.cross_boundary(rank.running, others_run=others_run)
+                self.log.boundaries += 1
+                return [Part(batch=None, enters=None) for _ in self.ranks]
+            if decision.partitions:
+                for rank in self.ranks:
+                    rank.begin_interval(rank.running, 0.0)
                 self.log.boundaries += 1
                 return [Part(batch=None, enters=None) for _ in self.ranks]
         parts = []
@@ -248,7 +259,22 @@ class VirtualRanks:
         self.log.moved += len(taken)
         self.log.stayed += len(moves) - len(taken)
 
+    def end_partitions(self, ends: Sequence[EndPartition]) -> None:
+        for end in ends:
+            for number in end.ranks:
+                rank = self.ranks[number]
+                rank.running = virtual_partition.end(rank, number, rank.running)
+        self.log.ended_partitions += len(ends)
+
+    def partition(self, partitions: Sequence[Partition]) -> None:
+        """Begin partitions, all or none: their replicas are refused as moves are."""
+        if partitions:
+            begun = virtual_partition.begin(self.ranks, partitions, lambda name: self._takes(name, self.log.steps))
+            self.log.partitions += len(partitions) if begun else 0
+            self.log.undone += 0 if begun else len(partitions)
+
     def _check(self) -> None:
+        virtual_partition.check(self.ranks)
         names = [name for rank in self.ranks for name in rank.names()]
         for rank in self.ranks:
             rank.check()

@@ -30,6 +30,6 @@ def request(number: int, *, max_new_tokens: int = 8, **parts: Any) -> SimpleName
         "return_logprob": False,
         "return_routed_experts": False,
         "logprob_start_len": -1,
-        "sampling_params": SimpleNamespace(max_new_tokens=max_new_tokens, custom_params=None),
+        "sampling_params": SimpleNamespace(max_new_tokens=max_new_tokens, custom_params=None, stop_regex_strs=None),
     }
     return SimpleNamespace(**{**settings, **parts})

@@ -9,7 +9,7 @@ import pytest
 from scheduler_stand_ins import request, scheduler_stand_in
 
 from sgl_batch.config import BatchConfig
-from sgl_batch.core.actions import Abort, Action, Migrate, Partition
+from sgl_batch.core.actions import Abort, Action, EndPartition, Migrate, Partition
 from sgl_batch.core.kv_policy import DeviceOnly
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.sequence import Status
@@ -125,8 +125,9 @@ def test_a_running_sequence_is_aborted_with_its_next_step_for_the_first_reason()
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (Partition(sequences=(), ranks=frozenset((0, 1))), "Partition is not carried out yet"),
-        (Migrate(sequences=(), source=0, target=1), "by all ranks together"),
+        (Partition(sequences=(), ranks=frozenset((0, 1))), "Partition is carried out by all ranks together"),
+        (EndPartition(ranks=frozenset((0, 1))), "EndPartition is carried out by all ranks together"),
+        (Migrate(sequences=(), source=0, target=1), "Migrate is carried out by all ranks together"),
     ],
 )
 def test_actions_that_one_rank_does_not_carry_out_are_refused_by_name(action: Action, message: str):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import sgl_batch_kernel
 import torch
-from rank_builders import PLAN, movable
+from rank_builders import PLAN, in_set, movable, running
 from rank_builders import rank as a_rank
 from rank_wires import MemoryChannel, all_at_once, in_memory, over_sockets
 from sequence_builders import choices, sequence
@@ -29,6 +29,7 @@ from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_messages import (
     BoundaryActions,
     HeaderMessage,
+    PartitionRow,
     StepMessage,
     message_of,
 )
@@ -138,7 +139,32 @@ def test_the_migration_mode_of_the_control_rank_counts():
 def test_a_rank_without_rows_learns_that_others_are_busy():
     with in_memory(2) as channels:
         actions = decided(channels, [a_rank(), a_rank(unmovable_running=3)])
-    assert actions[0] == BoundaryActions(prefill=False, busy=True, expert_calls=1, moves=[], units=[], refill=[])
+    assert actions[0] == BoundaryActions(
+        prefill=False, busy=True, expert_calls=1, moves=[], units=[], refill=[], ends=[], partitions=[]
+    )
+
+
+def test_all_ranks_get_the_order_to_partition_and_to_end_it_with_the_owner_of_each_sequence():
+    states = [a_rank(runs=running(2)), a_rank(runs=running(1, first=5))]
+    with in_memory(2) as channels:
+        actions = decided(channels, states, Migration.PARTITION)
+        ended = decided(channels, [in_set(states[0], {0, 1}, 1), in_set(states[1], {0, 1}, 2)], Migration.PARTITION)
+    assert [own.partitions for own in actions] == [[PartitionRow(["s0", "s1", "s5"], [0, 0, 1], [0, 1])]] * 2
+    assert [(own.ends, own.partitions, own.busy) for own in ended] == [([[0, 1]], [], True)] * 2
+
+
+@pytest.mark.parametrize("with_all_gather", [False, True], ids=["channel", "all_gather"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_all_are_done_if_every_rank_is(num_ranks, with_all_gather):
+    all_gathers = all_gathers_of(num_ranks) if with_all_gather else [None] * num_ranks
+    with in_memory(num_ranks) as channels:
+        groups = [
+            group_of(channel, num_ranks, all_gather=all_gather)
+            for channel, all_gather in zip(channels, all_gathers, strict=True)
+        ]
+        for missing in [None, *range(num_ranks)]:
+            calls = [partial(group.all_done, group.rank != missing) for group in groups]
+            assert all_at_once(calls) == [missing is None] * num_ranks
 
 
 def test_a_prompt_group_that_the_limit_cuts_is_prefilled_in_parts(monkeypatch):

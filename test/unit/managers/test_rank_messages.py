@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_builders import PLAN
+from rank_builders import PLAN, in_set, running
 from rank_builders import rank as a_rank
 from sequence_builders import sequence
 
@@ -59,7 +59,10 @@ def rank_states(draw) -> RankState:
     def movables(of: list[SequenceState]) -> list[Movable]:
         chosen = [item for item in of if draw(st.booleans())]
         some = st.integers(0, 9)
-        return [Movable(sequence=s, tokens=draw(some), pages=draw(some), gap=draw(some)) for s in chosen]
+        return [
+            Movable(sequence=s, tokens=draw(some), pages=draw(some), gap=draw(some), replicable=draw(st.booleans()))
+            for s in chosen
+        ]
 
     total, overflow = draw(st.integers(0, 100)), draw(st.integers(0, 50))
     largest = draw(st.integers(0, total))
@@ -90,6 +93,7 @@ def rank_states(draw) -> RankState:
         capacity=draw(st.none() | capacity),
         ready=movables(waiting),
         running=movables(runners),
+        takes_replicas=draw(st.booleans()),
     )
 
 
@@ -103,6 +107,11 @@ def test_a_state_is_the_same_after_the_wire(state):
     message = over_the_wire(message_of(state))
     assert isinstance(message, StateMessage)
     assert state_of(message, 0) == state
+
+
+def test_a_partitioned_rank_is_the_same_after_the_wire():
+    state = in_set(a_rank(runs=running(2)), {0, 2}, 3)
+    assert state_of(over_the_wire(message_of(state)), 0) == state
 
 
 @settings(deadline=None)

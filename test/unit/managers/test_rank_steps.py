@@ -10,17 +10,21 @@ from functools import partial
 from typing import Any
 
 import pytest
+import virtual_partition
 from rank_scenarios import Scenario, outgrowing, tight
 from rank_wires import MemoryChannel, all_at_once, in_memory
 from sequence_builders import plan
+from virtual_rank import VirtualRank
 from virtual_ranks import Part, VirtualRanks
-from virtual_sequences import Request
+from virtual_sequences import Request, Running
 
+from sgl_batch.core.actions import Partition
 from sgl_batch.core.admission_policy import Forecast, TwoPage
 from sgl_batch.core.rank_agreement import Migration, Move
 from sgl_batch.core.topology import Topology
 from sgl_batch.managers import rank_messages
 from sgl_batch.managers.rank_group import RankGroup
+from sgl_batch.managers.rank_messages import PartitionRow
 from sgl_batch.managers.rank_steps import RankSteps
 
 SOON_S = 10.0
@@ -44,6 +48,51 @@ class MovesTogether:
         self._moves.clear()
 
 
+class PartitionsTogether:
+    """Stands in for `RankPartition` on all ranks: replicas are made when every rank has called `begin`."""
+
+    def __init__(self, ranks: ThreadedRanks, num_ranks: int) -> None:
+        self._ranks = ranks
+        self._asked: list[list[PartitionRow]] = []
+        self._barrier = threading.Barrier(num_ranks, action=self._carry_out, timeout=SOON_S)
+
+    def begin(self, partitions: list[PartitionRow]) -> None:
+        self._asked.append(partitions)
+        self._barrier.wait()
+
+    def _carry_out(self) -> None:
+        assert all(asked == self._asked[0] for asked in self._asked), "all ranks begin the same partitions"
+        self._ranks.partition([self._partition(row) for row in self._asked[0]])
+        self._asked.clear()
+
+    def _partition(self, row: PartitionRow) -> Partition:
+        owned = zip(row.sequence_ids, row.owners, strict=True)
+        sequences = tuple(self._ranks.ranks[owner].sequence_named(name) for name, owner in owned)
+        return Partition(sequences=sequences, ranks=frozenset(row.ranks))
+
+
+class OneRanksPartition:
+    """The part of one rank in these partitions."""
+
+    def __init__(self, together: PartitionsTogether, rank: VirtualRank, number: int) -> None:
+        self._together, self._rank, self._number = together, rank, number
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return virtual_partition.set_of(self._rank.running)
+
+    @property
+    def num_replicas(self) -> int:
+        return virtual_partition.num_replicas(self._rank.running)
+
+    def begin(self, partitions: list[PartitionRow], running: Running) -> Running:
+        self._together.begin(partitions)
+        return running
+
+    def end(self, running: Running) -> Running:
+        return virtual_partition.end(self._rank, self._number, running)
+
+
 class ThreadedRanks(VirtualRanks):
     """Virtual ranks that agree as real ones do, each in a thread of its own, over its channel."""
 
@@ -54,12 +103,14 @@ class ThreadedRanks(VirtualRanks):
             **growth,
         )
         together = MovesTogether(self, scenario.num_ranks)
+        partitions = PartitionsTogether(self, scenario.num_ranks)
         self._channels = channels
         self._steps = [
             RankSteps(
                 rank,
                 RankGroup(channel, Topology.uniform(scenario.num_ranks), migration=migration, timeout_s=SOON_S),
                 together,
+                partition=OneRanksPartition(partitions, rank, channel.rank),
             )
             for rank, channel in zip(self.ranks, channels, strict=True)
         ]
@@ -106,11 +157,8 @@ def test_ranks_that_agree_over_channels_act_as_one_decision_for_all(seed, make, 
     ).run()
     with threaded(scenario, migration, **growth) as ranks:
         log = ranks.run()
-    assert (log.steps, log.ended_at, log.moved) == (
-        without_messages.steps,
-        without_messages.ended_at,
-        without_messages.moved,
-    )
+    for name in ("steps", "ended_at", "moved", "partitions", "undone"):
+        assert getattr(log, name) == getattr(without_messages, name), name
 
 
 @pytest.mark.parametrize("seed", range(5))

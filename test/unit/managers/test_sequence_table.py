@@ -200,3 +200,98 @@ def test_a_refused_request_cannot_resume(table):
     refused = request(1, max_new_tokens=80)
     refused.to_finish = "it can never fit"
     assert not table.can_resume(refused, 50)
+
+
+def make_running(table, *requests):
+    make_ready(table, *requests)
+    for each in requests:
+        table.take_ready(each.rid)
+        table.record(combine([table[each.rid]], Event.COMBINE_DECODE, "test"))
+
+
+def make_set(table):
+    """Let the table run r1, and a replica of r2, partitioned over ranks 0 and 3."""
+    own, replica = request(1), request(2)
+    make_running(table, own)
+    assert table.expect_replica(replica) is None
+    table.adopt_replica(replica)
+    table.begin_partition(["r1", "r2"], frozenset((0, 3)))
+    return own, replica
+
+
+def ended(of, kind="stop"):
+    of.finished_reason = SimpleNamespace(to_json=lambda: {"type": kind})
+    return of
+
+
+def counted(table):
+    return {name: number for name, number in table._counters.counts.items() if number}
+
+
+def test_a_replica_reserves_all_that_it_can_need_or_is_refused_with_the_numbers():
+    table = growing_table(20)
+    assert table.expect_replica(request(1, max_new_tokens=600)) is None
+    assert table.ledger.held("r1") == table.ledger.whole_need("r1") == 11
+    why = table.expect_replica(request(2, max_new_tokens=600))
+    assert why == "its replica can need 11 pages and 9 are free"
+    table.expect_no_more("r1")
+    assert table.ledger.free_pages == 20
+
+
+@pytest.mark.parametrize(("pages", "fits"), [(20, True), (19, False)])
+def test_owners_reserve_all_that_they_can_need_if_there_is_room(pages, fits):
+    table = growing_table(pages)
+    for name, whole in (("r1", 9), ("r2", 11)):
+        table.ledger.reserve(name, 3, whole=whole)
+    assert table.reserve_whole(["r1", "r2"]) is fits
+    assert (table.ledger.held("r1"), table.ledger.held("r2")) == ((9, 11) if fits else (3, 3))
+
+
+def test_sequences_of_a_partition_belong_to_its_ranks_until_it_ends(table):
+    make_set(table)
+    assert table.partition == table["r1"].ranks == table["r2"].ranks == {0, 3}
+    assert (table.num_replicas, table.is_replica("r1"), table.is_replica("r2")) == (1, False, True)
+    table.drop_replica("r2")
+    table.end_partition()
+    assert table.partition == frozenset()
+    assert (table["r1"].ranks, table["r1"].status, "r2" in table) == ({0}, Status.RUNNING, False)
+    assert table.ledger.free_pages == 8
+
+
+def test_a_partition_ends_with_its_last_sequence(table):
+    own, replica = make_set(table)
+    table.record([table.finish(ended(own)), table.finish(ended(replica))])
+    assert (table.partition, table.num_replicas, table.is_empty) == (frozenset(), 0, True)
+
+
+@pytest.mark.parametrize("kind", ["stop", "abort"])
+def test_the_end_of_a_replica_is_neither_counted_nor_traced(table, kind, tmp_path):
+    own, replica = make_set(table)
+    table.record([table.finish(ended(own, kind)), table.finish(ended(replica, kind))])
+    counts = counted(table)
+    assert counts.get("sequences_finished", 0) + counts.get("sequences_aborted", 0) == 1
+    assert counts["generated_tokens"] == 1
+    events = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert {event["sequence"] for event in events} == {"r1"}
+
+
+def test_replicas_cannot_move_and_are_in_no_count_of_states(table):
+    own, replica = make_set(table)
+    _, (item,) = table.movable(SimpleNamespace(reqs=[own, replica]), PLAN)
+    assert item.sequence.sequence_id == "r1"
+    assert table.num_by_status() == {"RUNNING": 1}
+
+
+def test_a_retracted_sequence_belongs_to_its_rank_alone(table):
+    own, _ = make_set(table)
+    table.drop_replica("r2")
+    assert table.retracted(own).ranks == {0}
+    assert table.partition == frozenset()
+
+
+def test_a_sequence_with_a_search_that_may_time_out_is_not_replicable(table):
+    patient = request(1)
+    patient.sampling_params.stop_regex_strs = "(a+)+$"
+    make_ready(table, patient, request(2))
+    ready, _ = table.movable(SimpleNamespace(reqs=[]), PLAN)
+    assert [item.replicable for item in ready] == [False, True]

@@ -33,6 +33,7 @@ class SamplingParams(Protocol):
     sampling_seed: int | None
     logit_bias: dict[str, float] | None
     stop_token_ids: set[int] | None
+    stop_regex_strs: str | list[str] | None
     stream_interval: int | None
     structural_tag: str | None
     custom_params: dict[str, object] | None

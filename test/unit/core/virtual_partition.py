@@ -1,0 +1,97 @@
+"""Owns partitions of virtual ranks: replicas are made together or not at all, decode with their set, and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from virtual_sequences import Running
+
+from sgl_batch.core.actions import Partition
+from sgl_batch.core.coroutine import Event, advance
+from sgl_batch.core.primitives import migrate, partition
+from sgl_batch.core.sequence import SequenceState, Status
+
+if TYPE_CHECKING:
+    from virtual_rank import VirtualRank
+
+
+def is_replica(sequence: SequenceState) -> bool:
+    return sequence.status is Status.REPLICA
+
+
+def set_of(running: Running) -> frozenset[int]:
+    """Return the set of ranks over which these sequences are partitioned; empty if they are not."""
+    return next((one.ranks for one in running.reqs if len(one.ranks) > 1), frozenset())
+
+
+def num_replicas(running: Running) -> int:
+    return sum(map(is_replica, running.reqs))
+
+
+def begin(ranks: Sequence[VirtualRank], asked: Sequence[Partition], takes: Callable[[str], bool]) -> bool:
+    """Make the replicas of all these partitions, and join them; nothing if a rank refuses one. Return whether."""
+    if not all(takes(one.sequence_id) for whole in asked for one in whole.sequences):
+        return False
+    for whole in asked:
+        for number in whole.ranks:
+            _join(ranks, number, whole)
+        for number in whole.ranks:  # when all ranks have copied
+            for one in ranks[number].running.reqs:
+                one.ranks = whole.ranks
+    return True
+
+
+def _join(ranks: Sequence[VirtualRank], number: int, whole: Partition) -> None:
+    rank, rows = ranks[number], []
+    own = {one.sequence_id: one for one in rank.running.reqs}
+    names = [one.sequence_id for one in whole.sequences]
+    assert own.keys() <= set(names), "a set runs nothing else"
+    for name in names:
+        if name in own:
+            rank.ledger.resize(name, rank.ledger.whole_need(name))
+            rows.append(own[name])
+            assert partition(own[name], whole.ranks, "").before is Status.RUNNING
+        else:
+            owned = [one for other in whole.ranks for one in ranks[other].running.reqs if one.sequence_id == name]
+            (original,) = (one for one in owned if not is_replica(one))
+            pages = rank.ledger.whole_pages(original)
+            rank.ledger.reserve(name, pages, whole=pages)
+            replica = replace(original, status=Status.MIGRATING, arrival=rank.next_arrival(), prompt_group=None)
+            advance(replica, Event.REPLICATE, "")
+            rows.append(replica)
+    rank.running.reqs[:] = rows
+
+
+def end(rank: VirtualRank, number: int, running: Running) -> Running:
+    """Drop the replicas of a rank. Its own sequences go on."""
+    for one in [one for one in running.reqs if is_replica(one)]:
+        migrate(one, Event.DEPART, "")
+        running.reqs.remove(one)
+        rank.ledger.release(one.sequence_id)
+    for one in running.reqs:
+        partition(one, frozenset((number,)), "")
+    return running
+
+
+def check(ranks: Sequence[VirtualRank]) -> None:
+    """Check that each set runs the same rows on all its ranks, with one owner each, and nothing else."""
+    for number, rank in enumerate(ranks):
+        members = set_of(rank.running)
+        if not members:
+            assert not num_replicas(rank.running)
+            continue
+        assert number in members
+        assert not (rank.queued or rank.ready or rank.begun or rank.forked) or rank.has_arrivals
+        rows = [one.sequence_id for one in rank.running.reqs]
+        for other in members:
+            assert [one.sequence_id for one in ranks[other].running.reqs] == rows, "the rows of a set are the same"
+        for name in rows:
+            owners = [
+                other
+                for other in members
+                for one in ranks[other].running.reqs
+                if one.sequence_id == name and not is_replica(one)
+            ]
+            assert len(owners) == 1, f"{name} is owned by {owners}"
