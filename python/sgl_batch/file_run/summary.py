@@ -28,7 +28,7 @@ def format_summary(result: RunResult) -> str:
         ]
         lines += [*_store(result.stats), *_overflow(result.stats), *_graphs(result.stats)]
         lines += _time_table(result.stats)
-        lines += _rank_table(result.stats)
+        lines += [*_rank_table(result.stats), *_partitions(result.stats)]
         lines += _experts(result.stats)
     if result.plan is not None:
         lines += result.plan.lines()
@@ -158,6 +158,19 @@ def _rank_table(stats: EngineStats) -> list[str]:
     labels = ["", *(f"rank {number}" for number in range(len(stats.ranks)))]
     table = [f"  {label:<8}" + "".join(f"{cell:>15}" for cell in row) for label, row in zip(labels, rows, strict=True)]
     return ["By rank (waits: the time without requests, and for other ranks):", *table]
+
+
+def _partitions(stats: EngineStats) -> list[str]:
+    """Return how often sequences were partitioned over ranks, and what their replicas took; nothing if none was."""
+    names = ("partitions", "replicas_made", "replica_bytes", "replication_us", "partitions_undone")
+    begun, replicas, num_bytes, microseconds, undone = (stats.counters.get(name, 0) for name in names)
+    if not (begun or undone):
+        return []
+    given_up = f", {undone:,.0f} given up" if undone else ""
+    return [
+        f"Partitions over ranks: {begun:,.0f}{given_up}; {replicas:,.0f} replicas of {format_bytes(int(num_bytes))}, "
+        f"made in {microseconds / 1e6:,.2f} s of all ranks' time"
+    ]
 
 
 def _experts(stats: EngineStats) -> list[str]:

@@ -123,6 +123,7 @@ class RankSteps:
         if actions.partitions:
             with executor.clock.part("boundary"):
                 running = self._partitioned.begin(actions.partitions, running)
+                executor.clock.shift(self._group.take_waited_s(), source="boundary", target="stall")
         # The others learn of this rank's rows before the next step, so these boundaries end without a forward pass.
         if executor.decides_alone:
             running = executor.cross_boundary(running, others_run=step.any_rank_decodes)

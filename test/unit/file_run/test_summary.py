@@ -93,6 +93,15 @@ def test_the_summary_says_where_sequences_waited_that_had_outgrown_their_reserva
     assert "Outgrown" not in format_summary(result(stats=EngineStats(overflow_directory="/scratch")))
 
 
+def test_partitions_are_shown_with_what_their_replicas_took():
+    counters = {"partitions": 3, "replicas_made": 12, "replica_bytes": 3 << 20, "replication_us": 250_000}
+    text = "; 12 replicas of 3.00 MiB, made in 0.25 s of all ranks' time"
+    for counts, begun in ((counters, "3"), ({**counters, "partitions_undone": 1}, "3, 1 given up")):
+        shown = format_summary(result(stats=EngineStats(counters=counts)))
+        assert f"Partitions over ranks: {begun}{text}" in shown.splitlines()
+    assert "Partitions" not in format_summary(result(stats=EngineStats(counters={})))
+
+
 def test_the_summary_shows_the_decode_steps_that_ran_as_graphs():
     counters = {"graphs_captured": 12, "graph_replays": 24_000, "graph_bytes": 3 << 29, "eager_steps": 768}
     assert (
