@@ -4,9 +4,10 @@ core/partition has the theory, and decides when. While a set of ranks is partiti
 decode batch, row by row.
 
 Making replicas uses the protocol of migration, with a store whose sender keeps what it sends. So a sequence has one
-owner at every moment, whichever rank ends: replicas are not owned, and an owner needs none. When all copies have been
-made or refused, the ranks agree on whether all replicas are there. If any is missing, those that were made are dropped,
-and the sequences run on as before. A rank that fails meanwhile ends the engine, as with a migration.
+owner at every moment, whichever rank ends: replicas are not owned, and an owner needs none. Copying begins when all
+owners have reserved what their sequences can need. When all copies have been made or refused, the ranks agree on
+whether all replicas are there. If any is missing, those that were made are dropped, and the sequences run on as before.
+A rank that fails meanwhile ends the engine, as with a migration.
 """
 
 from __future__ import annotations
@@ -68,9 +69,8 @@ class RankPartition:
         own = next((one for one in partitions if self._rank in one.ranks), None)
         names = [] if own is None else own.sequence_ids
         began = time.perf_counter()
-        made = self._copy(partitions)
         fits = self._table.reserve_whole(name for name in names if name in self._table)
-        stands = self._all_done(made and fits)
+        stands = self._all_done(fits) and self._all_done(self._copy(partitions))
         if own is None:
             return running
         self._counters.add("replication_us", round((time.perf_counter() - began) * 1e6))

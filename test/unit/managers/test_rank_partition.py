@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -79,8 +79,9 @@ class OneRank:
     """One rank with its running sequences. `agreed` has what it told the others."""
 
     def __init__(
-        self, rank: int, owned: list[int], *, refused: tuple[str, ...] = (), verdict: Callable[[bool], bool] = bool
+        self, rank: int, owned: list[int], *, refused: tuple[str, ...] = (), verdicts: Sequence[bool] = (True, True)
     ) -> None:
+        left = list(verdicts)
         self.counters, self.agreed = Counters(), list[bool]()
         self.table = SequenceTable(PageLedger(20, 64), NoSharing(), self.counters, TraceWriter(None), rank=rank)
         requests = [request(number) for number in owned]
@@ -90,7 +91,7 @@ class OneRank:
 
         def all_done(done: bool) -> bool:
             self.agreed.append(done)
-            return verdict(done)
+            return left.pop(0)
 
         executor = SimpleNamespace(table=self.table)
         self.partition = RankPartition(None, executor, self.copies, all_done, self.counters, rank)
@@ -126,21 +127,27 @@ def test_all_ranks_of_a_set_run_the_same_rows_in_the_same_order(rank, owned, rel
 
 
 @pytest.mark.parametrize(
-    ("refused", "verdict"), [(("r1",), bool), ((), lambda done: False)], ids=["here", "on another rank"]
+    ("refused", "verdicts"), [(("r1",), [True, False]), ((), [True, False])], ids=["here", "on another rank"]
 )
-def test_without_one_replica_none_stays_and_the_sequences_run_on(refused, verdict, released):
-    one = OneRank(1, [2], refused=refused, verdict=verdict)
+def test_without_one_replica_none_stays_and_the_sequences_run_on(refused, verdicts, released):
+    one = OneRank(1, [2], refused=refused, verdicts=verdicts)
     one.begin()
-    assert one.agreed == [not refused]
+    assert one.agreed == [True, not refused]
     assert (one.rows(), one.partition.ranks, one.table.num_sequences) == (["r2"], frozenset(), 1)
     assert released == [name for name in ("r0", "r1") if name not in refused]
     assert one.table.ledger.free_pages == 18
 
 
+def test_nothing_is_copied_while_an_owner_lacks_pages(released):
+    one = OneRank(0, [0, 1], verdicts=[False])
+    one.begin()
+    assert (one.copies.runs, one.rows(), one.partition.ranks, released) == ([], ["r0", "r1"], frozenset(), [])
+
+
 def test_a_rank_without_a_part_agrees_and_changes_nothing():
     one = OneRank(2, [5])
     one.begin()
-    assert (one.agreed, one.rows(), one.partition.ranks) == ([True], ["r5"], frozenset())
+    assert (one.agreed, one.rows(), one.partition.ranks) == ([True, True], ["r5"], frozenset())
     assert one.copies.runs[0][1] == [
         Move(sequence_id="r0", source=0, target=1),
         Move(sequence_id="r1", source=0, target=1),
