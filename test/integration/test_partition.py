@@ -1,0 +1,140 @@
+"""Sequences that several ranks run together at every other boundary give one rank's tokens, and are answered once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .conftest import FAMILIES, Prompts, Reference
+from .paused_runs import run_paused
+from .test_parity import generate
+from .test_ranks import SAMPLED, held_up_at_random, rank_processes, ranks
+
+pytestmark = pytest.mark.engine
+
+# All sequences run at once, as at the end of a batch.
+TAIL = {"b_moe_decode": 32, "boundary_tokens": 4, **ranks(2, migration="partition")}
+
+
+@pytest.fixture
+def one(batch_engine: Callable[..., Any]) -> Callable[[], Any]:
+    return lambda: batch_engine(FAMILIES[0], 7, dtype="bfloat16")
+
+
+@pytest.fixture
+def two(batch_engine: Callable[..., Any]) -> Callable[[], Any]:
+    return lambda: batch_engine(FAMILIES[0], 7, dtype="bfloat16", **TAIL)
+
+
+def counted(engine: Any, before: dict[str, int]) -> Counter[str]:
+    """Return what was counted since `before`, and check that nothing is left."""
+    stats = engine.batch_stats()
+    assert stats["free_pages"] == stats["total_pages"]
+    assert stats["sequences"] == {}
+    return Counter(stats["counters"]) - Counter(before)
+
+
+def check_counts(counts: Counter[str], outputs: list[list[int]]) -> None:
+    """Check that partitions began, and that each sequence and token was counted once."""
+    assert counts["partitions"] > 1
+    assert counts["partitions_undone"] == 0
+    assert counts["replicas_made"] == counts["sequences_partitioned"] > counts["partitions"]
+    assert counts["replica_bytes"] > counts["replicas_made"]
+    assert counts["sequences_finished"] == len(outputs)
+    assert counts["generated_tokens"] == counts["output_tokens"] == sum(map(len, outputs))
+
+
+def test_greedy_tokens_are_those_of_one_rank_when_ranks_are_held_up_too(
+    one: Callable[[], Any], two: Callable[[], Any], prompts: Prompts
+) -> None:
+    alone, engine = generate(one(), prompts), two()
+    before = engine.batch_stats()["counters"]
+    assert generate(engine, prompts) == alone
+    check_counts(counted(engine, before), alone)
+    with held_up_at_random(rank_processes(engine)):
+        assert generate(engine, prompts) == alone
+
+
+def test_sampled_tokens_with_penalties_are_those_of_one_rank(
+    one: Callable[[], Any], two: Callable[[], Any], prompts: Prompts
+) -> None:
+    sampling = [{**SAMPLED, "sampling_seed": seed} for seed in range(len(prompts.input_ids))]
+
+    def sampled(engine: Any) -> list[list[int]]:
+        results = engine.generate(input_ids=prompts.input_ids, sampling_params=sampling)
+        return [result["output_ids"] for result in results]
+
+    alone, engine = sampled(one()), two()
+    before = engine.batch_stats()["counters"]
+    assert sampled(engine) == alone
+    check_counts(counted(engine, before), alone)
+
+
+LONG = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+
+
+def asked(engine: Any, prompts: Prompts) -> list[list[int]]:
+    results = engine.generate(input_ids=prompts.input_ids[:6], sampling_params=LONG)
+    return [result["output_ids"] for result in results]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_changes_no_answer(mode: str, one: Callable[[], Any], two: Callable[[], Any], prompts: Prompts) -> None:
+    alone, engine = asked(one(), prompts), two()
+    before = engine.batch_stats()["counters"]
+    requests = [{"input_ids": ids, "sampling_params": LONG} for ids in prompts.input_ids[:6]]
+    assert [answer["output_ids"] for answer in run_paused(engine, requests, mode)] == alone
+    assert counted(engine, before)["partitions"] > 1
+
+
+def test_an_abort_ends_a_partitioned_sequence_everywhere_and_an_arrival_ends_the_partition(
+    one: Callable[[], Any], two: Callable[[], Any], prompts: Prompts
+) -> None:
+    alone, engine = asked(one(), prompts), two()
+    before = engine.batch_stats()["counters"]
+
+    async def ask(number: int, rid: str, most: int = 60) -> tuple[list[int], str]:
+        sampling = {**LONG, "max_new_tokens": most}
+        last: dict[str, Any] = {}
+        stream = await engine.async_generate(
+            input_ids=prompts.input_ids[number], sampling_params=sampling, rid=rid, stream=True
+        )
+        async for last in stream:
+            progress[rid] = last["meta_info"]["completion_tokens"]
+        return last["output_ids"], last["meta_info"]["finish_reason"]["type"]
+
+    async def reached(rid: str, tokens: int) -> None:
+        while progress.get(rid, 0) < tokens:
+            await asyncio.sleep(0.001)
+
+    async def scenario() -> list[tuple[list[int], str]]:
+        tasks = [asyncio.ensure_future(ask(number, f"r{number}")) for number in range(3)]
+        tasks.append(asyncio.ensure_future(ask(3, "endless", 2000)))
+        await reached("r0", 20)
+        tasks += [asyncio.ensure_future(ask(number, f"r{number}")) for number in (4, 5)]
+        await reached("r4", 20)
+        engine.tokenizer_manager.abort_request(rid="endless")
+        return list(await asyncio.gather(*tasks))
+
+    progress: dict[str, int] = {}
+    answers = engine.loop.run_until_complete(asyncio.wait_for(scenario(), 120))
+    assert [reason for _, reason in answers] == ["length"] * 3 + ["abort"] + ["length"] * 2
+    kept = [tokens for tokens, reason in answers if reason == "length"]
+    assert kept == alone[:3] + alone[4:]
+    counts = counted(engine, before)
+    assert (counts["sequences_finished"], counts["sequences_aborted"]) == (5, 1)
+    assert counts["partitions"] > 1
+
+
+def test_latent_attention_gives_hugging_faces_tokens(
+    batch_engine: Callable[..., Any], reference: Callable[[str, str], Reference], prompts: Prompts
+) -> None:
+    engine = batch_engine(FAMILIES[2], 7, **TAIL)
+    before = engine.batch_stats()["counters"]
+    outputs = generate(engine, prompts)
+    assert outputs == reference(FAMILIES[2], "float32").tokens
+    check_counts(counted(engine, before), outputs)

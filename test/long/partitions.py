@@ -1,0 +1,101 @@
+"""Compares tokens of ranks that are partitioned at every other boundary with those of one rank, and prints a table.
+
+    python test/long/partitions.py [FAMILY ...]
+
+It covers 2 ranks, 4 ranks and sets of 2 among 4, both number types, and the admission policies. Exit code 1: tokens
+differ, a sequence is not counted once, or a page is lost.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(_ROOT / "test"), str(_ROOT / "scripts")]
+
+from integration.conftest import FAMILIES  # noqa: E402
+from integration.shared_prompts import PAGE, Requests, answers, prompts_that_begin_alike  # noqa: E402
+from integration.test_ranks import SAMPLED, ranks  # noqa: E402
+from sgl_batch import Engine  # noqa: E402
+
+_SMALL = {"page_size": PAGE, "boundary_tokens": 8, "b_moe_prefill": 700, "b_moe_decode": 64, "b_attn_prefill": 64}
+_FEW_PAGES = {"max_total_tokens": PAGE * 60}
+_CASES: dict[str, dict[str, Any]] = {
+    "2 ranks": ranks(2),
+    "2 ranks, gloo": ranks(2, token_dispatcher="gloo"),
+    "4 ranks": ranks(4),
+    "2 ranks, two-page": {**ranks(2, admission="two-page"), **_FEW_PAGES},
+    "2 ranks, forecast": {**ranks(2, admission="forecast"), **_FEW_PAGES},
+    "4 ranks, two-page": {**ranks(4, admission="two-page"), **_FEW_PAGES},
+    "2 ranks, mixed prefill": {**ranks(2), "mix_prefill": 64},
+    "2 ranks, boundaries of 1": {**ranks(2), "boundary_tokens": 1},
+}
+
+
+def _requests(number: int, *, sampled: bool) -> Requests:
+    """Return prompts that begin alike, whose outputs end at different steps."""
+    made = prompts_that_begin_alike(number, random.Random(number), output_lengths=(5, 24, 60, 70))
+    for seed, parameters in enumerate(made.sampling_params):
+        if sampled:
+            parameters.update({**SAMPLED, "max_new_tokens": parameters["max_new_tokens"], "min_new_tokens": 3})
+        parameters.update({"sampling_seed": seed, "ignore_eos": False})
+    return made
+
+
+def _jobs() -> Iterator[Requests]:
+    for number in (5, 6, 21):
+        for sampled in (False, True):
+            yield _requests(number, sampled=sampled)
+
+
+def _run(settings: dict[str, Any], expected: list[list[list[int]]]) -> str:
+    """Run all jobs on one engine, and return the number of partitions, or the fault."""
+    with tempfile.TemporaryDirectory() as directory:
+        files = {"kv_store_dir": directory} if "admission" in settings else {}
+        engine = Engine(**{**_SMALL, **settings, **files, "migration": "partition"})
+        try:
+            for job, tokens in zip(_jobs(), expected, strict=True):
+                if answers(engine, job) != tokens:
+                    return "other tokens"
+            stats = engine.batch_stats()
+        finally:
+            engine.shutdown()
+    counts = stats["counters"]
+    if stats["free_pages"] != stats["total_pages"]:
+        return f"{stats['free_pages']} of {stats['total_pages']} pages are free"
+    if counts["sequences_finished"] != sum(map(len, expected)):
+        return f"{counts['sequences_finished']} sequences counted of {sum(map(len, expected))}"
+    if not counts.get("partitions"):
+        return "no partition"
+    return f"ok, {counts['partitions']} partitions, {counts['replicas_made']} replicas"
+
+
+def main(names: list[str]) -> int:
+    """Run the families named, or all, and print the table."""
+    failed = False
+    for family in names or FAMILIES:
+        for dtype in ("bfloat16", "float32"):
+            model = {"model_path": str(_ROOT / "test" / "models" / family), "dtype": dtype, "max_total_tokens": 16384}
+            alone = Engine(**{**_SMALL, **model})
+            try:
+                expected = [answers(alone, job) for job in _jobs()]
+            finally:
+                alone.shutdown()
+            for case, settings in _CASES.items():
+                begun = time.monotonic()
+                found = _run({**model, **settings}, expected)
+                failed |= not found.startswith("ok")
+                seconds = time.monotonic() - begun
+                sys.stdout.write(f"{family:18} | {dtype:8} | {case:26} | {found} | {seconds:.0f} s\n")
+                sys.stdout.flush()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
