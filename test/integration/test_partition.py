@@ -44,6 +44,7 @@ def check_counts(counts: Counter[str], outputs: list[list[int]]) -> None:
     assert counts["partitions_undone"] == 0
     assert counts["replicas_made"] == counts["sequences_partitioned"] > counts["partitions"]
     assert counts["replica_bytes"] > counts["replicas_made"]
+    assert counts["partitioned_passes"] > counts["partitions"], "ranks of a set share their passes"
     assert counts["sequences_finished"] == len(outputs)
     assert counts["generated_tokens"] == counts["output_tokens"] == sum(map(len, outputs))
 

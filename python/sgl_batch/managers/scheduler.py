@@ -161,7 +161,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         else:
             migration = migrates(StoredSequences(self, self.executor, self._tiers.stored))
         partition = None
-        if self._tiers is None and not limits_request_time():
+        if self._tiers is None and self.tp_worker.model_runner.shares_passes and not limits_request_time():
             partition = make_partition(self, self.executor, rank_context, group.all_done, self.context.counters)
         return RankSteps(self.executor, group, migration, self._plan_changes.at_boundary, partition)
 
@@ -300,6 +300,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         runner = self.tp_worker.model_runner
         self._group_idles = part.idles
         runner.set_expert_calls(part.expert_calls)
+        runner.partition_over(sorted(self.executor.table.partition) or None)
         if part.takes_part and part.batch is None:
             runner.forward_without_rows()
         return NextBatchPlan(batch_to_run=part.batch, running_batch=part.running)

@@ -371,6 +371,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             return "nccl"
         return "gloo" if native_kernels() is None else "shared"
 
+    @property
+    def shares_passes(self) -> bool:
+        """Whether this rank can share passes with others."""
+        return self.layer_runner is not None and self._partition_sets is not None and self._partition_sets.can_be_made
+
     def partition_over(self, ranks: Sequence[int] | None) -> None:
         """Share the following passes with these attention ranks, this one among them, which run them too; None ends it.
 
@@ -378,6 +383,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         shared.
         """
         runner, sets = self.layer_runner, self._partition_sets
+        if ranks is None and (runner is None or sets is None):
+            return
         assert runner is not None, "a model without an adapter computes no pass of ours"
         assert sets is not None, "one rank shares its passes with no other"
         runner.partition = None if ranks is None else sets.of(ranks)

@@ -72,8 +72,13 @@ class PartitionSets:
             )
         return self._made[named]
 
+    @property
+    def can_be_made(self) -> bool:
+        """Whether this machine can share passes among ranks."""
+        return self._device == "cpu" and native_kernels() is not None
+
     def _check(self) -> None:
-        if self._device != "cpu" or native_kernels() is None:
+        if not self.can_be_made:
             raise ConfigError(
                 f"ranks share the passes of a sequence on CPUs with the native kernels; this rank computes on "
                 f"{self._device} {'with' if native_kernels() else 'without'} them: do not partition sequences"
