@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from sgl_batch.core import growth
 from sgl_batch.core.actions import Action, BeginInterval, Idle, Join, Prefill, Refill, Step
+from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankHeader, StepKind, decide_group, next_step
 from sgl_batch.planner.pass_cost import COPIES, PassTime
 from sgl_batch.planner.roofline import OVERHEAD
 from sgl_batch.simulator.decode_group import NEVER
-from sgl_batch.simulator.long_tail import LongTail
 from sgl_batch.simulator.node_pool import NodePool
-from sgl_batch.simulator.partition import SetCosts, fullest_tokens, into_sets, stragglers
+from sgl_batch.simulator.partition import SetCosts, TailForms, fullest_tokens, into_sets, stragglers
 from sgl_batch.simulator.passes import PLAIN, RankPass, pass_time, together
 from sgl_batch.simulator.rank import Prompts, SimulatedRank
 from sgl_batch.simulator.scheduler import Ours, Scheduler
@@ -65,12 +63,13 @@ class Instance:
         first_use: Callable[[float], PassTime] | None = None,
         migration: Migration = Migration.EVEN,
         pool: NodePool | None = None,
-        long_tail: LongTail | None = None,
+        long_tail: TailForms | None = None,
     ) -> None:
         self.ranks, self.plan, self.account = list(ranks), plan, Account()
         self._active, self._pool, self._long_tail, self._has_crossed = self.ranks, pool, long_tail, False
         self._scheduler, self._costs, self._arrivals, self._migration = scheduler, costs, arrivals, migration
         self._first_use, self._next_arrival, self._ended = first_use, arrivals(0.0), 0
+        self._ended_lengths = EndedLengths()
         self._until = math.inf
         # By rank, how often it had changed when it decided to go on with plain steps.
         self._steady, self._holds_back = [-1] * len(ranks), False
@@ -265,17 +264,21 @@ class Instance:
         tail, ranks = self._long_tail, self._active
         if tail is None or math.isfinite(self._next_arrival) or any(rank.has_waiting for rank in ranks):
             return
+        for rank in ranks:
+            for length in rank.take_ended():
+                self._ended_lengths.add(length)
         running = stragglers(ranks)
-        ended = np.concatenate([np.asarray(rank.ended) for rank in ranks])
-        sets = tail.best(running, ended, self.plan, streams=ranks[0].form.streams) if running else None
+        streams = ranks[0].form.streams
+        sets = tail.compared.best(running, self._ended_lengths, self.plan, streams=streams) if running else None
         if sets is None:
             return
-        if ranks[0].form.streams:
+        if streams:
             self.account.add(self._costs.of_copy(fullest_tokens(ranks)))
-        self.account.partitioned = Partitioned(at_s=self.now, sequences=len(running) * tail.alike, ranks=sets.ranks)
-        self._active = into_sets(ranks, sets, self.plan, alike=tail.alike)
-        self._costs = SetCosts(sets.costs, sets.ranks if tail.alike > 1 else 1)
-        self.account.add(PassTime.of(PARTITION, tail.change_s, OVERHEAD), running=0)
+        alike = tail.compared.alike
+        self.account.partitioned = Partitioned(at_s=self.now, sequences=len(running) * alike, ranks=sets.ranks)
+        self._active = into_sets(ranks, sets, self.plan, alike=alike)
+        self._costs = SetCosts(tail.costs[sets.ranks], sets.ranks if alike > 1 else 1)
+        self.account.add(PassTime.of(PARTITION, tail.compared.change_s, OVERHEAD), running=0)
         self.account.add(self._costs.of_move(fullest_tokens(self._active)))
         self.ranks += self._active
         self._scheduler = Ours(self._active[0].form.policy)

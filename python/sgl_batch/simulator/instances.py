@@ -8,8 +8,8 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.simulator.cluster.deployment import Deployment, tensor_parallel
 from sgl_batch.simulator.collapsed import Collapsed
 from sgl_batch.simulator.instance import Instance
-from sgl_batch.simulator.long_tail import LongTail, Sets
 from sgl_batch.simulator.node_pool import NodePool
+from sgl_batch.simulator.partition import TailForms
 from sgl_batch.simulator.policies import REQUEST_SLOTS, Choice, Policy
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
@@ -46,12 +46,12 @@ def make_instance(
     )
 
 
-def long_tail(deployment: Deployment, *, alike: int = 1) -> LongTail | None:
+def long_tail(deployment: Deployment, *, alike: int = 1) -> TailForms | None:
     """Return what is compared for the last sequences of an instance; None where it has no form to change into.
 
     Sets are the ranks of a node each, or all ranks. `alike`: for how many ranks a simulated one stands.
     """
-    ranks, found = deployment.ranks, []
+    ranks, found = deployment.ranks, dict[int, tuple[Costs, int]]()
     for size in sorted({min(ranks, deployment.cluster.node_gpus), ranks}):
         if size < 2 or ranks % size:
             continue
@@ -59,6 +59,6 @@ def long_tail(deployment: Deployment, *, alike: int = 1) -> LongTail | None:
             shared = tensor_parallel(deployment, size)
         except ConfigError:
             continue
-        found.append(Sets(count=ranks // size, ranks=size, costs=shared.costs, tokens=shared.device_tokens))
+        found[size] = (shared.costs, shared.device_tokens)
     change_s = deployment.engine.partition_s.best
-    return LongTail(ranks=ranks, costs=deployment.costs, sets=found, change_s=change_s, alike=alike) if found else None
+    return TailForms.of(ranks, deployment.costs, found, change_s=change_s, alike=alike) if found else None

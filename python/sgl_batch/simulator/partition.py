@@ -1,17 +1,70 @@
-"""Carries a partition out: the running sequences of all ranks go on in sets of ranks. `long_tail` decides on it."""
+"""Carries a partition out: the running sequences of all ranks go on in sets of ranks. core/tail_cost decides on it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.tail_cost import LongTail, Sets, Straggler
 from sgl_batch.planner.candidate import DEVICE
 from sgl_batch.planner.pass_cost import PassTime
 from sgl_batch.simulator.kv_forms import RankPages, make_form
-from sgl_batch.simulator.long_tail import Sets, Straggler
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.work import Costs, PassWork
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """The seconds of decode steps by the costs of passes, as core/tail_cost asks for them."""
+
+    costs: Costs
+
+    def step_s(self, *, rows: int, kv_tokens: int, all_rows: int, streams: bool) -> float:
+        work = PassWork(rows=rows, kv_tokens=kv_tokens, all_rows=all_rows, streams=streams)
+        return self.costs.of_pass(work).seconds
+
+    def move_s(self, tokens: float) -> float:
+        return self.costs.of_move(tokens).seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TailForms:
+    """The forms in which the last sequences can go on: what is compared, and costs of passes by the ranks of a set."""
+
+    compared: LongTail
+    costs: Mapping[int, Costs]
+
+    @classmethod
+    def of(
+        cls,
+        ranks: int,
+        costs: Costs,
+        sets: Mapping[int, tuple[Costs, int]],
+        *,
+        change_s: float,
+        alike: int = 1,
+    ) -> TailForms:
+        """Return the forms of an instance of so many ranks.
+
+        Args:
+            ranks: Of the instance.
+            costs: Of its passes.
+            sets: By ranks of a set, costs of its passes, and the tokens of KV that it holds.
+            change_s: Seconds of a change.
+            alike: For how many ranks each simulated one stands.
+        """
+        compared = LongTail(
+            ranks=ranks,
+            costs=StepSeconds(costs),
+            sets=[
+                Sets(count=ranks // size, ranks=size, costs=StepSeconds(of_set), tokens=tokens)
+                for size, (of_set, tokens) in sets.items()
+            ],
+            change_s=change_s,
+            alike=alike,
+        )
+        return cls(compared=compared, costs={size: of_set for size, (of_set, _) in sets.items()})
 
 
 class SetCosts:

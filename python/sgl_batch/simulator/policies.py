@@ -85,7 +85,7 @@ class Policy:
             prompt, and of all that it may have.
         units: Whether prefill and decode have units of their own; the other attributes are then those of a unit.
         gpus: Of each instance, or unit; None for any number.
-        partitions: Whether the last sequences of a batch may be partitioned (long_tail).
+        partitions: Whether the last sequences of a batch may be partitioned (core/tail_cost).
         pools: Whether what waits on the ranks of a node is for all of them (node_pool).
     """
 

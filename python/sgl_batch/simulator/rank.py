@@ -77,8 +77,8 @@ class SimulatedRank:
     ) -> None:
         self.plan, self.form, self.tally = plan, form, Tally()
         self.requests, self.request_slots = requests, request_slots
-        # Lengths of the outputs that have ended here.
-        self.ended = array("q")
+        # Lengths of the outputs that have ended here and were not taken.
+        self._ended = array("q")
         self.queue = RankQueue(requests, self._admissible(numbers))
         self.ready: dict[str, SequenceState] = {}
         self.group, self.returning = DecodeGroup(self._length), Returning()
@@ -385,11 +385,16 @@ class SimulatedRank:
     def _end(self, sequence: SequenceState) -> None:
         self._changes += 1
         self.tally.finished += 1
-        self.ended.append(sequence.generated_tokens)
+        self._ended.append(sequence.generated_tokens)
         self.form.admission.policy.finished(sequence, sequence.generated_tokens)
         self.form.release(sequence)
         if self.on_end is not None:
             self.on_end(sequence)
+
+    def take_ended(self) -> Sequence[int]:
+        """Return the lengths of the outputs that have ended here since the last call of this."""
+        taken, self._ended = self._ended, array("q")
+        return taken
 
     # Migration.
 

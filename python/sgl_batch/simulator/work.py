@@ -8,7 +8,7 @@ from typing import Protocol
 
 from sgl_batch.planner.pass_cost import PassTime
 
-# The part of the seconds of a change into sets of ranks (long_tail).
+# The part of the seconds of a change into sets of ranks (core/tail_cost).
 PARTITION = "partition"
 
 

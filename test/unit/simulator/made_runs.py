@@ -17,8 +17,8 @@ from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.planner.pass_cost import PassTime
 from sgl_batch.simulator.instance import Instance
 from sgl_batch.simulator.kv_forms import KVForm, RankPages, make_form
-from sgl_batch.simulator.long_tail import LongTail
 from sgl_batch.simulator.node_pool import NodePool
+from sgl_batch.simulator.partition import TailForms
 from sgl_batch.simulator.rank import SimulatedRank
 from sgl_batch.simulator.requests import Requests
 from sgl_batch.simulator.scheduler import Ours, Scheduler
@@ -94,7 +94,7 @@ def instance(
     migration: Migration = Migration.EVEN,
     scheduler: Scheduler | None = None,
     pool: NodePool | None = None,
-    long_tail: LongTail | None = None,
+    long_tail: TailForms | None = None,
     numbers: Sequence[int] | None = None,
 ) -> Instance:
     """`numbers`: of the requests that are queued at the start (default: all)."""
