@@ -1,16 +1,15 @@
-"""Owns the configuration: one frozen dataclass per owner, and the command line flags generated from them.
+"""Owns the configuration: one frozen dataclass per owner. `config_flags` generates command line flags from them.
 
 It checks values by themselves. Whether a model fits them is decided where the model is known.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from sgl_batch.byte_sizes import HOW_TO_WRITE, parse_bytes
+from sgl_batch.byte_sizes import parse_bytes
 from sgl_batch.errors import ConfigError
 
 
@@ -381,28 +380,17 @@ class BatchConfig:
         return {f.name: getattr(owner, f.name) for owner in self._owners() for f in dataclasses.fields(owner)}
 
 
-_SECTIONS: dict[str, type[Any]] = {
+SECTIONS: dict[str, type[Any]] = {
     "forward": ForwardConfig,
     "schedule": ScheduleConfig,
     "memory": MemoryConfig,
     "ranks": RankConfig,
     "trace": TraceConfig,
 }
-# By section, the title and the text of its flags in the help.
-_HEADINGS = {
-    "forward": ("forward pass", "How a group is cut for attention and combined for experts."),
-    "schedule": ("scheduling", "When sequences are prefilled, decoded and refilled."),
-    "memory": ("memory", "Where KV and weights lie for which the device has no room."),
-    "ranks": (
-        "several ranks",
-        "How ranks (--tp N --dp N --enable-dp-attention --ep N) share sequences and watch each other.",
-    ),
-    "trace": ("trace", None),
-}
 
 
 def _default_of(section: str, name: str) -> Any:
-    return next(f.default for f in dataclasses.fields(_SECTIONS[section]) if f.name == name)
+    return next(f.default for f in dataclasses.fields(SECTIONS[section]) if f.name == name)
 
 
 def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
@@ -424,7 +412,7 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
 
 def field_names() -> frozenset[str]:
     """Return the names of all our flags, with underscores."""
-    return frozenset(f.name for section in _SECTIONS.values() for f in dataclasses.fields(section))
+    return frozenset(f.name for section in SECTIONS.values() for f in dataclasses.fields(section))
 
 
 def from_mapping(values: Mapping[str, Any]) -> BatchConfig:
@@ -434,7 +422,7 @@ def from_mapping(values: Mapping[str, Any]) -> BatchConfig:
         raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(field_names()))}")
     sections = {
         name: section(**{f.name: _read(f, values[f.name]) for f in dataclasses.fields(section) if f.name in values})
-        for name, section in _SECTIONS.items()
+        for name, section in SECTIONS.items()
     }
     return BatchConfig(**sections)
 
@@ -448,53 +436,3 @@ def split_kwargs(kwargs: Mapping[str, Any]) -> tuple[BatchConfig, dict[str, Any]
     """Split keyword arguments into ours, as a configuration, and the rest, which are SGLang's. Raises ConfigError."""
     ours = {name: value for name, value in kwargs.items() if name in field_names()}
     return from_mapping(ours), {name: value for name, value in kwargs.items() if name not in ours}
-
-
-def add_cli_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one argument group per owner, generated from the dataclasses above. Flags not given leave no attribute."""
-    for name, section in _SECTIONS.items():
-        title, text = _HEADINGS[name]
-        group = parser.add_argument_group(f"sgl_batch: {title}", text)
-        for field in dataclasses.fields(section):
-            _add_flag(group, field, default=argparse.SUPPRESS)
-
-
-def add_some_flags(group: Any, names: Sequence[str], *, briefly: bool = False) -> None:
-    """Add the flags of these names to an argument group. `briefly`: the group's heading says how sizes are written."""
-    fields = {field.name: field for section in _SECTIONS.values() for field in dataclasses.fields(section)}
-    for name in names:
-        _add_flag(group, fields[name], briefly=briefly, default=fields[name].default)
-
-
-def _add_flag(group: Any, field: dataclasses.Field[Any], *, default: Any, briefly: bool = False) -> None:
-    name = "--" + field.name.replace("_", "-")
-    text: str = field.metadata["help"] + ("" if field.default is None else f" (default: {field.default})")
-    text = text.replace("%", "%%")
-    if field.metadata["kind"] is bool:
-        action = argparse.BooleanOptionalAction
-        group.add_argument(name, dest=field.name, action=action, default=default, help=text)
-    elif field.metadata["in_bytes"]:
-        # Sizes are parsed in from_mapping, as those given by keyword are, so that the error message is the same.
-        text = text if briefly else f"{text}; it takes {HOW_TO_WRITE}"
-        group.add_argument(name, dest=field.name, metavar="BYTES", default=default, help=text)
-    else:
-        kind = field.metadata["kind"]
-        group.add_argument(name, dest=field.name, type=kind, metavar=_metavar(field), default=default, help=text)
-
-
-def _metavar(field: dataclasses.Field[Any]) -> str:
-    choices: tuple[str, ...] | None = field.metadata["choices"]
-    if choices is not None:
-        return f"{{{','.join(choices)}}}"
-    given: str | None = field.metadata["metavar"]
-    return given or "N"
-
-
-def from_args(args: argparse.Namespace) -> BatchConfig:
-    """Read our flags from parsed arguments. Raises ConfigError."""
-    return from_mapping({name: getattr(args, name) for name in given_in(args)})
-
-
-def given_in(args: argparse.Namespace) -> frozenset[str]:
-    """Return the names of our flags that parsed arguments have: of `add_cli_flags`, those that the user gave."""
-    return frozenset(vars(args)) & field_names()

@@ -15,13 +15,11 @@ from sgl_batch.config import (
     RankConfig,
     ScheduleConfig,
     TraceConfig,
-    add_cli_flags,
     field_names,
-    from_args,
     from_mapping,
-    given_in,
     split_kwargs,
 )
+from sgl_batch.config_flags import add_cli_flags, from_args, given_in
 from sgl_batch.errors import ConfigError
 
 # A value other than the default for every option.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from sgl_batch.api.front_options import add_own_flags
-from sgl_batch.config import add_some_flags
+from sgl_batch.config_flags import add_some_flags
 
 HELP_ALL = "--help-all"
 PROGRAM = "python -m sgl_batch.launch_server"

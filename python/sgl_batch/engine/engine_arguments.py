@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sgl_batch import config as batch_config
+from sgl_batch import config_flags
 from sgl_batch.checkpoint.model_directory import ModelSource
 from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError
@@ -69,7 +69,7 @@ def build_parser(argv: Sequence[str], add_more: Callable[[argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_more(parser)
-    batch_config.add_cli_flags(parser)
+    config_flags.add_cli_flags(parser)
     add_engine_flags(parser)
     defaults = launch.default_arguments({"device": known.device}, known.b_moe_decode, known.b_moe_prefill)
     # It follows from b_moe_decode, which may still be planned (launch.sglang_arguments).
@@ -84,13 +84,13 @@ def _check_early(argv: Sequence[str]) -> None:
     Its result is not used: `build_arguments` reads all flags again, with a --config file and abbreviated flags.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
-    batch_config.add_cli_flags(parser)
+    config_flags.add_cli_flags(parser)
     for flag in ("--tokenizer-path", "--load-format", "--revision", "--json-model-override-args"):
         parser.add_argument(flag)
     parser.add_argument("--model-path", "--model", dest="model")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     args = parser.parse_known_args(list(argv))[0]
-    asked_workload(batch_config.from_args(args))
+    asked_workload(config_flags.from_args(args))
     if _CONFIG_FILE in argv or {"-h", "--help"} & set(argv):
         return
     if args.model is None:
@@ -139,10 +139,10 @@ def build_arguments(
         parser = build_parser(argv)
         parser.near = near
         args = parser.parse_args(merge_config_file(parser, list(argv)))
-        config = batch_config.from_args(args)
+        config = config_flags.from_args(args)
         kwargs = {name: getattr(args, name) for name in argument_names() if hasattr(args, name)}
         if _CONFIG_FILE in argv:
             check_any_device(model_source(kwargs))
-        plan = plan_start(config, batch_config.given_in(args), kwargs, workload, on_cpu=launch.on_cpu(kwargs))
+        plan = plan_start(config, config_flags.given_in(args), kwargs, workload, on_cpu=launch.on_cpu(kwargs))
         server_args = make_server_args(kwargs, plan.config)
     return EngineArguments(server_args=server_args, plan=plan, start_method=FORK if can_fork else SPAWN)

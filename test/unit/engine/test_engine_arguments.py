@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sgl_batch.config import given_in
+from sgl_batch.config_flags import given_in
 from sgl_batch.engine.engine_arguments import _Parser, build_parser
 from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter import faults, processes

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_batch import config as batch_config
+from sgl_batch import config_flags
 from sgl_batch.byte_sizes import HOW_TO_WRITE, format_bytes
 from sgl_batch.checkpoint.model_directory import ModelSource, cached_directory, model_config, quantization
 from sgl_batch.checkpoint.tensors import tensors_of
@@ -50,7 +50,7 @@ def check_command(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         _check_sizes(args)
-        report = judge(args, batch_config.from_args(args))
+        report = judge(args, config_flags.from_args(args))
     except ConfigError as error:
         report = {"format": FORMAT, "model": args.model, "runs": False, "why": str(error)}
     sys.stdout.write(json.dumps(report, indent=2) + "\n" if args.json else _text(report))
@@ -95,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         "--page-size", type=int, default=64, metavar="TOKENS", help="tokens in one page of KV (default: 64)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with all sizes in bytes")
-    batch_config.add_some_flags(parser.add_argument_group("memory", f"sizes are {HOW_TO_WRITE}"), _MEMORY, briefly=True)
-    batch_config.add_some_flags(parser.add_argument_group("groups and weights"), _OURS, briefly=True)
+    config_flags.add_some_flags(parser.add_argument_group("memory", f"sizes are {HOW_TO_WRITE}"), _MEMORY, briefly=True)
+    config_flags.add_some_flags(parser.add_argument_group("groups and weights"), _OURS, briefly=True)
     return parser
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_batch import config as batch_config
+from sgl_batch import config_flags
 from sgl_batch.cli.plan.options import RUN_FLAGS, plan_parser
 from sgl_batch.cli.plan.picture import check_picture, write_picture
 from sgl_batch.cli.plan.predictor import Predictor, is_here, predictor_here, predictor_on
@@ -45,7 +46,7 @@ def plan_command(argv: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     args = plan_parser().parse_args(argv)
     try:
-        message = plan(args, batch_config.from_args(args))
+        message = plan(args, config_flags.from_args(args))
     except ConfigError as error:
         sys.stderr.write(f"sgl-batch plan: error: {error}\n")
         return 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sgl_batch import config as batch_config
+from sgl_batch import config_flags
 from sgl_batch.byte_sizes import HOW_TO_WRITE
 from sgl_batch.cli.run.options import UsageParser
 from sgl_batch.planner.data_sheets import DATA_SHEETS, HERE
@@ -96,5 +96,5 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print it for a program")
     memory = parser.add_argument_group("memory", f"as for `sgl-batch run`, of one GPU; sizes are {HOW_TO_WRITE}")
-    batch_config.add_some_flags(memory, RUN_FLAGS, briefly=True)
+    config_flags.add_some_flags(memory, RUN_FLAGS, briefly=True)
     return parser

@@ -298,7 +298,7 @@ class _Help(argparse.Action):
     """Prints our flags, with those that config.py generates."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from sgl_batch.config import add_cli_flags
+        from sgl_batch.config_flags import add_cli_flags
 
         add_cli_flags(parser)
         parser.print_help()

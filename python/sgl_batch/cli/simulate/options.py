@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sgl_batch import config as batch_config
+from sgl_batch import config_flags
 from sgl_batch.byte_sizes import HOW_TO_WRITE
 from sgl_batch.cli.run.options import UsageParser
 from sgl_batch.planner.workload import DEFAULT, parse_workload
@@ -111,7 +111,7 @@ def simulate_parser() -> argparse.ArgumentParser:
         "this machine (--hardware here)", f"as for `sgl-batch run`; sizes are {HOW_TO_WRITE}"
     )
     here.add_argument("--ranks", type=int, metavar="N", help="that share it (default: 1)")
-    batch_config.add_some_flags(here, HERE_FLAGS, briefly=True)
+    config_flags.add_some_flags(here, HERE_FLAGS, briefly=True)
     return parser
 
 
