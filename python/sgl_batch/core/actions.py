@@ -185,6 +185,21 @@ class EndPartition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Let the running sequences of these ranks keep their places, and decode none of them until the next boundary.
+
+    It is in the action list of every rank of the group. Some other rank decodes.
+    """
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPhase:
+    """Let all ranks prefill queued sequences as far as they fit, instead of decoding. A callback returns it alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
     """There is nothing to do."""
 
@@ -207,6 +222,8 @@ Action = (
     | Migrate
     | Partition
     | EndPartition
+    | Hold
+    | PrefillPhase
     | Idle
 )
 Actions = tuple[Action, ...]

@@ -225,13 +225,23 @@ def plan_record(before: Plan, after: Plan, flags: Mapping[str, Any], device: Map
     }
 
 
-def group_record(states: Sequence[RankState], plan: Plan, migration: Migration, decision: GroupDecision) -> Plain:
-    """Return a decision for several ranks, as plain data, with the states that the ranks sent."""
+def group_record(
+    states: Sequence[RankState],
+    plan: Plan,
+    migration: Migration,
+    decision: GroupDecision,
+    callbacks: Mapping[str, str] | None = None,
+) -> Plain:
+    """Return a decision for several ranks, as plain data, with the states that the ranks sent.
+
+    `callbacks`: the names of a user's callbacks that were in force, by what they decide.
+    """
     return {
         "version": VERSION,
         "decision": "group",
         "plan": plan.as_dict(),
         "migration": migration.value,
+        "callbacks": dict(callbacks or {}),
         "ranks": [_plain_rank(rank) for rank in states],
         "actions": plain_group(decision),
     }
@@ -244,6 +254,7 @@ def plain_group(decision: GroupDecision) -> Plain:
         "busy": decision.busy,
         "prefill": decision.prefill,
         "expert_calls": decision.expert_calls,
+        "fault": None if decision.fault is None else decision.fault.text,
     }
 
 
@@ -268,6 +279,7 @@ def _plain_rank(rank: RankState) -> Plain:
         "partition": sorted(rank.partition),
         "replicas": rank.replicas,
         "takes_replicas": rank.takes_replicas,
+        "ended": list(rank.ended),
     }
 
 

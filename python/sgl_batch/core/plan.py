@@ -44,6 +44,9 @@ class Plan:
     ready_target: prefill, once begun, goes on until so many sequences run or are ready.
     share_prefixes: whether prompts share pages with which they begin.
     mix_prefill: prompt tokens that a decode step may compute as well; 0 for none.
+    partition_below: where no modelled cost is known, the last sequences are partitioned over ranks when at most so
+        many are left on all ranks; 0 for never.
+    partition_least_tokens: and only if one of them is expected to generate at least so many tokens yet.
     """
 
     prefill: PhasePlan
@@ -54,6 +57,8 @@ class Plan:
     ready_target: int
     share_prefixes: bool = True
     mix_prefill: int = 0
+    partition_below: int = 0
+    partition_least_tokens: int = 512
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, as records and manifests hold it."""

@@ -9,21 +9,35 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
-from sgl_batch.core.actions import Actions, EndPartition, Idle, Migrate, Partition, Prefill, Refill
+from sgl_batch.core.actions import (
+    Actions,
+    EndPartition,
+    Hold,
+    Idle,
+    Partition,
+    Prefill,
+    PrefillPhase,
+    Refill,
+)
+from sgl_batch.core.admission import unit_pages
 from sgl_batch.core.admission_policy import RESERVE, AsNoted
+from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.exclusive import TierCapacity
+from sgl_batch.core.group_callbacks import BUILT_IN, CallbackFault, Callbacks
+from sgl_batch.core.group_view import GroupView
 from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_boundary, prefill_units
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.partition import anything_waits, at_every_other_boundary, ends_of, without_replicas
 from sgl_batch.core.plan import Plan, num_expert_calls
+from sgl_batch.core.rank_moves import Migration as Migration
+from sgl_batch.core.rank_moves import Move as Move
+from sgl_batch.core.rank_moves import as_migrates, moves_of
+from sgl_batch.core.rank_moves import plan_moves as plan_moves
 from sgl_batch.core.sequence import SequenceState
 
 # How many queued sequences a rank sends at a boundary: enough for any prefill group, and few of a queue of millions.
 MOST_QUEUED = 2048
-# More pages than any account has.
-_NOTHING_MOVES = 1 << 62
 
 
 class StepKind(enum.Enum):
@@ -33,18 +47,6 @@ class StepKind(enum.Enum):
     DECODE = "decode"
     BOUNDARY = "boundary"
     FORKS = "forks"
-
-
-class Migration(enum.Enum):
-    """Which sequences change their rank at a boundary. EVEN evens out counts.
-
-    For tests: ALWAYS moves all that can; PARTITION moves none, partitions all that can be, and ends that at the next.
-    """
-
-    EVEN = "even"
-    NEVER = "never"
-    ALWAYS = "always"
-    PARTITION = "partition"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ class Movable:
 class RankState:
     """A rank at a boundary: its state, its account of pages for admission, and the sequences that may leave it.
 
+    `ended`: lengths of the outputs that have ended there since the last boundary.
     `overflow_pages`, `largest` and `capacity` are for an exclusive store. `grows`, `largest_gap` and `has_waiting` are
     for reservations that grow, as in its `PageLedger`. `ready` and `running`: the waiting and the running sequences
     that may leave. `partition`: the set of ranks that it is partitioned with; empty if it is not. `replicas`: how many
@@ -145,6 +148,7 @@ class RankState:
     capacity: TierCapacity | None = None
     ready: Sequence[Movable] = ()
     running: Sequence[Movable] = ()
+    ended: tuple[int, ...] = ()
     partition: frozenset[int] = frozenset()
     replicas: int = 0
     takes_replicas: bool = True
@@ -157,6 +161,7 @@ class RankState:
         capacity: TierCapacity | None,
         movable: tuple[Sequence[Movable], Sequence[Movable]],
         *,
+        ended: Sequence[int] = (),
         partition: frozenset[int] = frozenset(),
         replicas: int = 0,
         takes_replicas: bool = True,
@@ -175,10 +180,16 @@ class RankState:
             capacity=capacity,
             ready=ready,
             running=running,
+            ended=tuple(ended),
             partition=partition,
             replicas=replicas,
             takes_replicas=takes_replicas,
         )
+
+    @property
+    def num_resident(self) -> int:
+        """The number of its sequences that run or have been prefilled."""
+        return self.state.running + len(self.state.ready) + self.state.returning
 
     def ledger(self, page_size: int) -> PageLedger:
         """Return the account as a ledger, in which the reservations have no owners.
@@ -198,39 +209,27 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """One sequence moves from rank `source` to rank `target`; a Migrate consists of such moves."""
-
-    sequence_id: str
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDecision:
     """What all ranks do at a boundary.
 
-    actions: by rank, its actions in order: every EndPartition, Migrate and Partition of the group, then the rank's own
-        action.
+    actions: by rank, its actions in order: every EndPartition, Migrate, Partition and Hold of the group, then the
+        rank's own action.
     busy: whether any rank has rows to compute.
     prefill: whether the ranks prefill.
     expert_calls: how many expert calls a layer takes in the next pass, on every rank.
+    fault: what was wrong with the answer of a user's callback, instead of which the default has decided.
     """
 
     actions: tuple[Actions, ...]
     busy: bool
     prefill: bool
     expert_calls: int
+    fault: CallbackFault | None = None
 
     @property
     def moves(self) -> tuple[Move, ...]:
         """The moves of all ranks, one for each sequence."""
-        migrates = (action for action in self.actions[0] if isinstance(action, Migrate))
-        return tuple(
-            Move(sequence_id=sequence.sequence_id, source=migrate.source, target=migrate.target)
-            for migrate in migrates
-            for sequence in migrate.sequences
-        )
+        return moves_of(self.actions[0])
 
     @property
     def ends(self) -> tuple[EndPartition, ...]:
@@ -242,8 +241,19 @@ class GroupDecision:
         """The partitions that begin."""
         return tuple(action for action in self.actions[0] if isinstance(action, Partition))
 
+    @property
+    def held(self) -> frozenset[int]:
+        """The ranks that decode nothing until the next boundary."""
+        return held_by(self.actions[0])
 
-def decide_group(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> GroupDecision:
+
+def decide_group(
+    ranks: Sequence[RankState],
+    plan: Plan,
+    migration: Migration,
+    callbacks: Callbacks = BUILT_IN,
+    ended: EndedLengths | None = None,
+) -> GroupDecision:
     """Return what every rank does at a boundary.
 
     All ranks prefill or all decode: a rank without work takes part with no rows, because exchanges include all ranks.
@@ -251,47 +261,81 @@ def decide_group(ranks: Sequence[RankState], plan: Plan, migration: Migration) -
     Args:
         ranks: the state of each rank, by rank, as gathered at this boundary.
         plan: the plan in force on all ranks.
-        migration: which sequences may change their rank.
+        migration: which sequences may change their rank. With ALWAYS and PARTITION no callback is asked.
+        callbacks: what decides.
+        ended: lengths of the outputs that have ended on all ranks; None if none is known.
     """
-    long_tail = _long_tail(ranks, plan, migration)
-    ends = tuple(action for action in long_tail if isinstance(action, EndPartition))
+    if migration in (Migration.ALWAYS, Migration.PARTITION):
+        return _for_tests(ranks, plan, migration)
+    ends = ends_of(ranks) if anything_waits(ranks) else ()
     ranks = without_replicas(ranks, ends)
-    actions = [_at_boundary(rank, plan) for rank in ranks]
-    if any(isinstance(action, Prefill) for action in actions):
-        return _prefill_phase(ranks, actions, plan, ends)
-    partitions = tuple(action for action in long_tail if isinstance(action, Partition))
-    moves = plan_moves(ranks, plan, migration)
+    own = [_at_boundary(rank, plan) for rank in ranks]
+    actions, fault = callbacks.decide(_view(ranks, own, plan, migration, ended))
+    prefills = any(isinstance(action, PrefillPhase) for action in actions)
+    decision = _prefill_phase(ranks, own, plan, ends) if prefills else _decode_phase(ranks, plan, (*ends, *actions))
+    return decision if fault is None else replace(decision, fault=fault)
+
+
+def _for_tests(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> GroupDecision:
+    """Move or partition all that can be, at a boundary without prefill."""
+    ends = ends_of(ranks)
+    partitions = at_every_other_boundary(ranks, plan) if migration is Migration.PARTITION and not ends else ()
+    ranks = without_replicas(ranks, ends)
+    own = [_at_boundary(rank, plan) for rank in ranks]
+    if any(isinstance(action, Prefill) for action in own):
+        return _prefill_phase(ranks, own, plan, ends)
+    moves = as_migrates(ranks, plan_moves(ranks, plan, migration))
+    return _decode_phase(ranks, plan, (*ends, *moves, *partitions))
+
+
+def _view(
+    ranks: Sequence[RankState],
+    own: Sequence[BoundaryAction],
+    plan: Plan,
+    migration: Migration,
+    ended: EndedLengths | None,
+) -> GroupView:
+    prefills = {
+        number: _head_pages(action, ranks[number], plan)
+        for number, action in enumerate(own)
+        if isinstance(action, Prefill)
+    }
+    return GroupView(
+        ranks=tuple(ranks),
+        plan=plan,
+        ended=EndedLengths() if ended is None else ended,
+        prefills=prefills,
+        evening=() if prefills else as_migrates(ranks, plan_moves(ranks, plan, migration)),
+        migrates=migration is not Migration.NEVER,
+    )
+
+
+def _head_pages(action: Prefill, rank: RankState, plan: Plan) -> int:
+    """Return the pages that the first prompt of a prefill reserves."""
+    return unit_pages(action.units[0], rank.ledger(plan.page_size), plan) if action.units else 0
+
+
+def _decode_phase(ranks: Sequence[RankState], plan: Plan, actions: Actions) -> GroupDecision:
+    """Return the decision that these actions are carried out, and that the ranks then refill and decode."""
+    moves, held = moves_of(actions), held_by(actions)
+    ranks = without_replicas(ranks, (action for action in actions if isinstance(action, EndPartition)))
     decoding = _decoding(ranks, moves)
-    actions = [_at_boundary(rank, plan) for rank in decoding]
-    rows = max(_decode_rows(rank, action) for rank, action in zip(decoding, actions, strict=True))
+    own = [Idle() if number in held else _at_boundary(rank, plan) for number, rank in enumerate(decoding)]
+    decoded = [
+        0 if number in held else _decode_rows(rank, action)
+        for number, (rank, action) in enumerate(zip(decoding, own, strict=True))
+    ]
+    rows = max(decoded)
     # A move may fail; its source then has more rows than planned here, up to a whole group.
     most = max(rows, plan.decode.b_moe, *(rank.state.running for rank in ranks)) if moves else rows
     calls = num_expert_calls(most, plan.decode)
-    migrates = _migrates(ranks, moves)
-    lists: tuple[Actions, ...] = tuple((*ends, *migrates, *partitions, action) for action in actions)
+    lists: tuple[Actions, ...] = tuple((*actions, action) for action in own)
     return GroupDecision(actions=lists, busy=rows > 0, prefill=False, expert_calls=calls)
 
 
-def _long_tail(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> tuple[Partition | EndPartition, ...]:
-    """Return which partitions end and which begin: all end as soon as anything waits."""
-    ends = ends_of(ranks)
-    if ends:
-        return ends if migration is Migration.PARTITION or anything_waits(ranks) else ()
-    return at_every_other_boundary(ranks, plan) if migration is Migration.PARTITION else ()
-
-
-def _migrates(ranks: Sequence[RankState], moves: Sequence[Move]) -> tuple[Migrate, ...]:
-    """Return the moves as actions, one action for consecutive moves between the same two ranks."""
-    made = []
-    for (source, target), together in groupby(moves, key=lambda move: (move.source, move.target)):
-        named = _movable_by_name(ranks[source])
-        sequences = tuple(named[move.sequence_id].sequence for move in together)
-        made.append(Migrate(sequences=sequences, source=source, target=target))
-    return tuple(made)
-
-
-def _movable_by_name(rank: RankState) -> dict[str, Movable]:
-    return {item.sequence.sequence_id: item for item in (*rank.ready, *rank.running)}
+def held_by(actions: Actions) -> frozenset[int]:
+    """Return the ranks that decode nothing until the next boundary."""
+    return frozenset[int]().union(*(action.ranks for action in actions if isinstance(action, Hold)))
 
 
 def _at_boundary(rank: RankState, plan: Plan) -> BoundaryAction:
@@ -323,119 +367,6 @@ def _prefill_rows(action: BoundaryAction) -> int:
     if not isinstance(action, Prefill):
         return 0
     return sum(unit.leader.prefill_rows for unit in action.units) + (action.rest.tokens if action.rest else 0)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Load:
-    """What a rank has while moves are planned: its sequences, and room for more.
-
-    total: all its sequences.
-    movable: those that may leave, in the order in which they are moved.
-    room: pages in the account of admission that are free or kept for the largest gap.
-    largest_gap: the most pages that one sequence can need beyond its reservation.
-    has_waiting: whether sequences wait there for pages of the account: they come before any that would arrive.
-    free_tokens: tokens for which an exclusive store has pages; None without one.
-    free_request_slots: how many more sequences it can hold.
-    free_rows: how many more it would decode at once; 0 if it has a queue, whose head may wait for the very pages that
-        a sequence of another rank would take.
-    least_pages: no sequence of `movable` takes fewer pages.
-    """
-
-    total: int
-    movable: list[Movable]
-    room: int
-    largest_gap: int
-    has_waiting: bool
-    free_tokens: int | None
-    free_request_slots: int
-    free_rows: int
-    least_pages: int
-
-    @property
-    def takes(self) -> bool:
-        """Whether it takes any sequence that fits."""
-        return self.free_rows > 0 and self.free_request_slots > 0 and not self.has_waiting
-
-    def fits(self, item: Movable) -> bool:
-        stored = self.free_tokens is None or item.tokens <= self.free_tokens
-        pages = item.pages + max(self.largest_gap, item.gap)
-        return self.free_request_slots > 0 and not self.has_waiting and pages <= self.room and stored
-
-
-def plan_moves(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> tuple[Move, ...]:
-    """Return moves that even out the ranks' numbers of sequences: waiting ones first, then those with the least KV."""
-    if migration in (Migration.NEVER, Migration.PARTITION) or len(ranks) < 2:
-        return ()
-    loads = [_load_of(rank, plan) for rank in ranks]
-    if migration is Migration.ALWAYS:
-        return _move_all(loads)
-    moves: list[Move] = []
-    while (move := _evening_move(loads)) is not None:
-        moves.append(move)
-    return tuple(moves)
-
-
-def _evening_move(loads: list[_Load]) -> Move | None:
-    """Return a move from the fullest possible rank to the emptiest, if it leaves them less uneven; else None."""
-    by_total = sorted(range(len(loads)), key=lambda rank: loads[rank].total)
-    least = min(load.least_pages for load in loads)
-    for number in by_total:
-        target = loads[number]
-        if not target.takes or target.room < least:
-            continue
-        for other in reversed(by_total):
-            source = loads[other]
-            if source.total - target.total < 2:
-                break
-            if target.room < source.least_pages:
-                continue
-            item = next((item for item in source.movable if target.fits(item)), None)
-            if item is not None:
-                return _move(loads, item, other, number)
-    return None
-
-
-def _load_of(rank: RankState, plan: Plan) -> _Load:
-    state = rank.state
-    active = state.running + len(state.ready) + state.returning
-    running = sorted(rank.running, key=lambda item: (item.tokens, item.sequence.arrival))
-    movable = [item for item in (*rank.ready, *running) if len(item.sequence.ranks) == 1]
-    return _Load(
-        total=active + len(state.queued) + (state.begun is not None),
-        movable=movable,
-        room=rank.free_pages + rank.largest_gap,
-        largest_gap=rank.largest_gap,
-        has_waiting=rank.has_waiting,
-        free_tokens=None if rank.capacity is None else rank.capacity.store * plan.page_size,
-        free_request_slots=0 if rank.partition else state.free_request_slots,
-        free_rows=0 if state.queued else plan.decode.b_moe - active,
-        least_pages=min((item.pages for item in movable), default=_NOTHING_MOVES),
-    )
-
-
-def _move(loads: list[_Load], item: Movable, source: int, target: int) -> Move:
-    loads[source].movable.remove(item)
-    loads[source].total -= 1
-    loads[target].total += 1
-    loads[target].room -= item.pages
-    loads[target].largest_gap = max(loads[target].largest_gap, item.gap)
-    left = loads[target].free_tokens
-    if left is not None:
-        loads[target].free_tokens = left - item.tokens
-    loads[target].free_request_slots -= 1
-    loads[target].free_rows -= 1
-    return Move(sequence_id=item.sequence.sequence_id, source=source, target=target)
-
-
-def _move_all(loads: list[_Load]) -> tuple[Move, ...]:
-    """Move every sequence that fits to the next rank. Sequences that leave make no room before the next boundary."""
-    moves = []
-    for source, load in enumerate(loads):
-        target = (source + 1) % len(loads)
-        for item in list(load.movable):
-            if loads[target].fits(item):
-                moves.append(_move(loads, item, source, target))
-    return tuple(moves)
 
 
 def _decoding(ranks: Sequence[RankState], moves: Sequence[Move]) -> list[RankState]:

@@ -14,7 +14,10 @@ from sgl_batch.core import decide
 from sgl_batch.core.admission_policy import AsNoted
 from sgl_batch.core.decision_record import COUNTS, VERSION, plain_actions, plain_group
 from sgl_batch.core.decode_streaming import StreamingChoice
+from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.exclusive import TierCapacity
+from sgl_batch.core.group_callbacks import Callbacks
+from sgl_batch.core.group_view import Callback
 from sgl_batch.core.growth import extend_running
 from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy, Overflowing
 from sgl_batch.core.kv_state import Interval, KVState
@@ -29,6 +32,7 @@ from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 from sgl_batch.errors import ConfigError
 
 Record = Mapping[str, Any]
+FindCallback = Callable[[str, str], Callback]
 
 # Policies by their names in records.
 POLICIES: dict[str, Callable[[], KVPolicy]] = {
@@ -77,23 +81,36 @@ class _RecordedView(Sequence[SequenceState]):
         return [sequence for sequence in self._rows if sequence.prompt_group == group]
 
 
-def replay_trace(events: Iterable[Record]) -> tuple[int, list[Difference]]:
-    """Return how many decisions a trace holds, of all ranks and engines, and those that differ when replayed."""
+def unknown_callback(which: str, name: str) -> Callback:
+    """Raise ReplayError: the callback of this name is not known here."""
+    raise ReplayError(f"{which} was {name!r}, which is not known here")
+
+
+def replay_trace(
+    events: Iterable[Record], find_callback: FindCallback = unknown_callback
+) -> tuple[int, list[Difference]]:
+    """Return how many decisions a trace holds, of all ranks and engines, and those that differ when replayed.
+
+    `find_callback`: as in `replay`.
+    """
     of_process: dict[tuple[Any, Any], list[Record]] = {}
     for event in events:
         if "decision" in event:
             of_process.setdefault((event["engine"], event["rank"]), []).append(event)
-    differences = [one for records in of_process.values() for one in replay(records)]
+    differences = [one for records in of_process.values() for one in replay(records, find_callback)]
     return sum(map(len, of_process.values())), differences
 
 
-def replay(records: Iterable[Record]) -> Iterator[Difference]:
+def replay(records: Iterable[Record], find_callback: FindCallback = unknown_callback) -> Iterator[Difference]:
     """Yield the decisions of one rank that differ from their records. Raises ReplayError for another version.
+
+    `find_callback`: returns a user's callback by what it decides (`on_refill`, `on_long_tail`) and its name; it raises
+    ConfigError or ReplayError where there is none. The decisions of such a callback differ then.
 
     A decision differs, too, if its plan is another than the one in force: that of the first record, or of the last
     recorded change.
     """
-    policies: dict[str, KVPolicy] = {}
+    memory = _Memory(find_callback)
     in_force: Any = None
     for number, record in enumerate(records, 1):
         if record.get("version") != VERSION:
@@ -101,7 +118,7 @@ def replay(records: Iterable[Record]) -> Iterator[Difference]:
         known, in_force = in_force, _plan_after(record, in_force)
         try:
             _check_plan(record, known)
-            replayed = _replayed(record, policies)
+            replayed = _replayed(record, memory)
         except (ReplayError, ConfigError) as error:
             replayed = f"{error}"
         except AssertionError as error:
@@ -122,16 +139,32 @@ def _check_plan(record: Record, in_force: Any) -> None:
         raise ReplayError(f"its plan is not the one in force, which is {in_force}")
 
 
-def _replayed(record: Record, policies: dict[str, KVPolicy]) -> Any:
+class _Memory:
+    """What the decisions of one process remember: its policies, and the lengths of outputs that have ended."""
+
+    def __init__(self, find_callback: FindCallback) -> None:
+        self.policies: dict[str, KVPolicy] = {}
+        self.ended = EndedLengths()
+        self._find, self._found = find_callback, dict[tuple[str, str], Callback]()
+
+    def callbacks(self, names: Mapping[str, str]) -> Callbacks:
+        """Return the callbacks of these names."""
+        for given in names.items():
+            if given not in self._found:
+                self._found[given] = self._find(*given)
+        return Callbacks(names=names, **{which: self._found[which, name] for which, name in names.items()})
+
+
+def _replayed(record: Record, memory: _Memory) -> Any:
     match record["decision"]:
         case "plan":
             return PlanInForce(from_mapping(record["flags"])).fit(**record["device"]).as_dict()
         case "group":
-            return _group(record)
+            return _group(record, memory)
         case "arrival":
             return _arrival(record)
         case _:
-            return _own(record, policies)
+            return _own(record, memory.policies)
 
 
 def _arrival(record: Record) -> Any:
@@ -155,9 +188,14 @@ def _own(record: Record, policies: dict[str, KVPolicy]) -> Any:
     return plain_actions(decide.decide(state, kv, plan, policy))
 
 
-def _group(record: Record) -> Any:
+def _group(record: Record, memory: _Memory) -> Any:
     ranks = [_rank(rank) for rank in record["ranks"]]
-    return plain_group(decide_group(ranks, plan_of(record["plan"]), Migration(record["migration"])))
+    for rank in ranks:
+        for length in rank.ended:
+            memory.ended.add(length)
+    callbacks = memory.callbacks(record["callbacks"])
+    migration = Migration(record["migration"])
+    return plain_group(decide_group(ranks, plan_of(record["plan"]), migration, callbacks, memory.ended))
 
 
 def plan_of(plain: Record) -> Plan:
@@ -239,6 +277,7 @@ def _rank(plain: Record) -> RankState:
         capacity=None if plain["capacity"] is None else TierCapacity(**plain["capacity"]),
         ready=[_movable(item) for item in plain["ready"]],
         running=[_movable(item) for item in plain["running"]],
+        ended=tuple(plain["ended"]),
         **numbers,
         partition=frozenset(plain["partition"]),
         **{name: plain[name] for name in ("grows", "largest_gap", "has_waiting", "replicas", "takes_replicas")},

@@ -249,7 +249,7 @@ class BoundaryExecutor:
             case actions.Abort(sequences=sequences, why=why):
                 for sequence in sequences:
                     self.removal.abort(sequence, why)
-            case actions.Migrate() | actions.Partition() | actions.EndPartition():
+            case actions.Migrate() | actions.Partition() | actions.EndPartition() | actions.Hold():
                 raise AssertionError(f"{type(action).__name__} is carried out by all ranks together, in RankSteps")
             case _:
                 raise AssertionError(f"{action} is for the device")

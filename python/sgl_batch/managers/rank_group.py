@@ -8,12 +8,15 @@ collective before it knows the step, so that all ranks enter the same collective
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from sgl_batch.core.decision_record import group_record
+from sgl_batch.core.group_callbacks import BUILT_IN, Callbacks
+from sgl_batch.core.group_decider import GroupDecider
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import GroupStep, Migration, RankHeader, decide_group, next_step
+from sgl_batch.core.rank_agreement import GroupStep, Migration, RankHeader, next_step
 from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.channel import Channel
 from sgl_batch.errors import EngineError
@@ -31,6 +34,8 @@ from sgl_batch.managers.rank_messages import (
 )
 from sgl_batch.managers.trace import TraceWriter
 
+logger = logging.getLogger(__name__)
+
 M = TypeVar("M", HeaderMessage, StepMessage, StateMessage, BoundaryActions, DoneMessage)
 
 
@@ -45,7 +50,10 @@ class AllGather(Protocol):
 
 
 class RankGroup:
-    """One rank's end of the agreement. `timeout_s` bounds every wait for another rank's message."""
+    """One rank's end of the agreement. `timeout_s` bounds every wait for another rank's message.
+
+    `migration` and `callbacks` are those of the control rank; the others do not read theirs.
+    """
 
     def __init__(
         self,
@@ -53,6 +61,7 @@ class RankGroup:
         topology: Topology,
         *,
         migration: Migration,
+        callbacks: Callbacks = BUILT_IN,
         timeout_s: float,
         all_gather: AllGather | None = None,
         trace: TraceWriter | None = None,
@@ -60,7 +69,7 @@ class RankGroup:
         self._all_gather = all_gather
         self._trace = trace if trace is not None and trace.is_open else None
         self._channel, self.rank, self._num_ranks = channel, channel.rank, topology.num_ranks
-        self._migration, self._timeout_s = migration, timeout_s
+        self._decider, self._timeout_s = GroupDecider(migration, callbacks), timeout_s
         self._control_rank = topology.control_rank
         self._others = [rank for rank in range(self._num_ranks) if rank != self._control_rank]
 
@@ -90,9 +99,12 @@ class RankGroup:
             return self._receive([self._control_rank], BoundaryActions, "its actions at a boundary")[1]
         states = self._gather(state, StateMessage, "its state at a boundary")
         ranks = [state_of(message, rank) for rank, message in enumerate(states)]
-        decision = decide_group(ranks, plan, self._migration)
+        names = self._decider.callbacks.names
+        decision = self._decider.decide(ranks, plan)
+        if decision.fault is not None:
+            logger.error("%s", decision.fault.text)
         if self._trace is not None:
-            self._trace.write_decision(group_record(ranks, plan, self._migration, decision))
+            self._trace.write_decision(group_record(ranks, plan, self._decider.migration, decision, names))
         for peer in self._others:
             self._channel.send(peer, actions_for(decision, peer))
         return actions_for(decision, self.rank)

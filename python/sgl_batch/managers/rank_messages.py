@@ -76,6 +76,7 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     partition: list[int]
     replicas: int
     takes_replicas: bool
+    ended: list[int]
 
 
 class MoveRow(msgspec.Struct, array_like=True, frozen=True):
@@ -95,10 +96,10 @@ class PartitionRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class BoundaryActions(msgspec.Struct, tag="actions", array_like=True, frozen=True):
-    """What one rank does at a boundary. `units` and `refill` are this rank's own; the rest is the same on all ranks.
+    """What one rank does at a boundary. `units`, `refill` and `held` are this rank's own; the rest is the same on all.
 
     `units`: sequence ids of each prefill unit, its leader first. `ends`: the sets of ranks whose partition ends, before
-    anything else is done.
+    anything else is done. `held`: it decodes nothing until the next boundary.
     """
 
     prefill: bool
@@ -109,6 +110,7 @@ class BoundaryActions(msgspec.Struct, tag="actions", array_like=True, frozen=Tru
     refill: list[str]
     ends: list[list[int]]
     partitions: list[PartitionRow]
+    held: bool = False
 
 
 class DoneMessage(msgspec.Struct, tag="done", array_like=True, frozen=True):
@@ -161,6 +163,7 @@ def message_of(rank: RankState) -> StateMessage:
         partition=sorted(rank.partition),
         replicas=rank.replicas,
         takes_replicas=rank.takes_replicas,
+        ended=list(rank.ended),
     )
 
 
@@ -234,6 +237,7 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         partition=frozenset(message.partition),
         replicas=message.replicas,
         takes_replicas=message.takes_replicas,
+        ended=tuple(message.ended),
     )
 
 
@@ -258,6 +262,7 @@ def actions_for(decision: GroupDecision, rank: int) -> BoundaryActions:
         refill=[sequence.sequence_id for sequence in action.sequences] if isinstance(action, Refill) else [],
         ends=[sorted(end.ranks) for end in decision.ends],
         partitions=[_partition_row(partition) for partition in decision.partitions],
+        held=rank in decision.held,
     )
 
 

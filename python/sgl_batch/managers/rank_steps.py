@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission, note_expected
+from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupStep, Move, RankHeader, RankState, StepKind, rank_is_due
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
@@ -60,6 +61,7 @@ class RankSteps:
         self._at_boundary = at_boundary
         self._changes: deque[Callable[[], None]] = deque()
         self._changes_known = self._changes_due = self._changes_made = 0
+        self._held = False
 
     def between_steps(self, change: Callable[[], None]) -> None:
         """Make `change` between two steps, the same two on every rank, after all earlier changes."""
@@ -79,14 +81,7 @@ class RankSteps:
         """
         executor = self._executor
         running = executor.join_arrived(running)
-        state = executor.state(running)
-        header = RankHeader(
-            running=state.running,
-            waiting=len(state.ready) + len(state.queued) + state.returning + (state.begun is not None),
-            forked=executor.num_forked,
-            due=rank_is_due(state, executor.plan),
-            plan_changes=self._changes_known,
-        )
+        header = self._header(executor.state(running))
         with executor.clock.part("agreement"):
             step = self._group.agree(header, executor.plan)
         executor.clock.shift(self._group.take_waited_s(), source="agreement", target="stall")
@@ -99,9 +94,22 @@ class RankSteps:
         batch = None
         if step.kind is StepKind.FORKS:
             batch = executor.prefill_choices(executor.plan.prefill.b_moe) if executor.num_forked else None
+        elif self._held:
+            executor.count_step()
         else:
             batch = executor.composed_step(running)
         return Part(batch=batch, running=running, takes_part=True, expert_calls=step.expert_calls)
+
+    def _header(self, state: State) -> RankHeader:
+        """Return what the others learn of this rank before a step. On a held rank all sequences count as waiting."""
+        waiting = len(state.ready) + len(state.queued) + state.returning + (state.begun is not None)
+        return RankHeader(
+            running=0 if self._held else state.running,
+            waiting=waiting + (state.running if self._held else 0),
+            forked=self._executor.num_forked,
+            due=rank_is_due(state, self._executor.plan),
+            plan_changes=self._changes_known,
+        )
 
     def _boundary(self, running: ScheduleBatch, step: GroupStep) -> Part:
         executor, began = self._executor, time.perf_counter()
@@ -111,6 +119,7 @@ class RankSteps:
             actions = self._group.decide(self._state_message(running), executor.plan)
             if any(self._group.rank in ranks for ranks in actions.ends):
                 running = self._partitioned.end(running)
+        self._held = actions.held
         batch = None
         if actions.prefill:
             if actions.units or executor.begun is not None:
@@ -144,7 +153,9 @@ class RankSteps:
         if joining:
             running = self._executor.refill(joining, running)
         self._executor.begin_interval(running, began)
-        batch = self._executor.composed_step(running) if actions.busy else None
+        if actions.busy and actions.held:
+            self._executor.count_step()
+        batch = self._executor.composed_step(running) if actions.busy and not actions.held else None
         return Part(
             batch=batch,
             running=running,
@@ -177,6 +188,7 @@ class RankSteps:
                 ledger,
                 executor.capacity(running),
                 executor.movable(running),
+                ended=executor.table.take_ended(),
                 partition=frozenset() if partition is None else partition.ranks,
                 replicas=0 if partition is None else partition.num_replicas,
                 takes_replicas=partition is not None,

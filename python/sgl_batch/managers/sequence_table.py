@@ -5,7 +5,7 @@ core/ decides which sequences run, wait or move next. The boundary executor make
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -27,6 +27,9 @@ from sgl_batch.sglang_adapter.moving import movable, replicable
 from sgl_batch.sglang_adapter.scheduling import needs_whole_prompt, shares_prefix
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
+
+# Lengths of outputs that are kept until the control rank gets them; one rank alone never sends them.
+_MOST_ENDED = 1 << 16
 
 
 class SharedPrompts(Protocol):
@@ -59,6 +62,7 @@ class SequenceTable:
         self.most_prompt_tokens = most_prompt_tokens
         self._ranks = frozenset((rank,))
         self.changes = 0
+        self._ended: deque[int] = deque(maxlen=_MOST_ENDED)
         self._sharing, self._counters, self._trace = sharing, counters, trace
         self._sequences: dict[str, SequenceState] = {}
         self._requests: dict[str, Request] = {}
@@ -230,8 +234,16 @@ class SequenceTable:
         change = advance(sequence, Event.ABORT if aborted else Event.FINISH, f"finish reason: {reason['type']}")
         self._counters.add("sequences_aborted" if aborted else "sequences_finished", int(owned))
         self._counters.add("generated_tokens", sequence.generated_tokens if owned else 0)
+        if owned and not aborted:
+            self._ended.append(sequence.generated_tokens)
         self._drop(sequence)
         return change
+
+    def take_ended(self) -> list[int]:
+        """Return the lengths of the outputs that have ended since the last call of this, of many the last ones."""
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
 
     def abort_queued(self, sequence: SequenceState) -> None:
         """End a QUEUED sequence that was aborted."""

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from sgl_batch.core import growth
 from sgl_batch.core.actions import Action, BeginInterval, Idle, Join, Prefill, Refill, Step
 from sgl_batch.core.ended_lengths import EndedLengths
+from sgl_batch.core.group_decider import GroupDecider
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankHeader, StepKind, decide_group, next_step
+from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankHeader, StepKind, next_step
 from sgl_batch.planner.pass_cost import COPIES, PassTime
 from sgl_batch.planner.roofline import OVERHEAD
 from sgl_batch.simulator.decode_group import NEVER
@@ -67,7 +68,8 @@ class Instance:
     ) -> None:
         self.ranks, self.plan, self.account = list(ranks), plan, Account()
         self._active, self._pool, self._long_tail, self._has_crossed = self.ranks, pool, long_tail, False
-        self._scheduler, self._costs, self._arrivals, self._migration = scheduler, costs, arrivals, migration
+        self._scheduler, self._costs, self._arrivals = scheduler, costs, arrivals
+        self._decider = GroupDecider(migration)
         self._first_use, self._next_arrival, self._ended = first_use, arrivals(0.0), 0
         self._ended_lengths = EndedLengths()
         self._until = math.inf
@@ -201,9 +203,9 @@ class Instance:
         for rank in self._active:
             for action in growth.extend_running(rank.kv_state(), self.plan) if rank.form.admission.policy.grows else ():
                 self._do(rank, action)
-        may_move = self._migration is not Migration.NEVER and not all(rank.queue for rank in self._active)
-        states = [rank.rank_state(movable=may_move) for rank in self._active]
-        decision = decide_group(states, self.plan, self._migration)
+        movable = self._may_move()
+        states = [rank.rank_state(movable=movable) for rank in self._active]
+        decision = self._decider.decide(states, self.plan)
         if decision.prefill:
             self._run(
                 [
@@ -227,6 +229,18 @@ class Instance:
         if runs:
             self._crossed()
         return runs
+
+    def _may_move(self) -> bool:
+        """Return whether a decision may move sequences; if not, it need not see which ones can leave a rank.
+
+        To a rank with a queue sequences move only instead of a prefill, from ranks that cannot run all that they have.
+        """
+        if self._decider.migration is Migration.NEVER:
+            return False
+        most = self.plan.decode.b_moe
+        return not all(rank.queue for rank in self._active) or any(
+            rank.ready and rank.resident > most for rank in self._active
+        )
 
     def _crossed(self) -> None:
         """Let the time of a boundary pass, which all ranks have crossed together."""

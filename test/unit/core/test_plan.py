@@ -66,6 +66,8 @@ def test_a_plan_keeps_what_fits():
         "ready_target": 14,
         "share_prefixes": False,
         "mix_prefill": 6,
+        "partition_below": 0,
+        "partition_least_tokens": 512,
     }
     assert plan.mixed == PhasePlan(b_attn=2, b_moe=16)
 

@@ -43,6 +43,17 @@ from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.metrics.counters import PartClock
 
 
+class EndedTable:
+    """Lengths of outputs that have ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    def take_ended(self) -> list[int]:
+        ended, self.ended = self.ended, []
+        return ended
+
+
 class VirtualRank:
     """The sequences of one rank. `fates`: by sequence id, shared by all ranks.
 
@@ -76,6 +87,7 @@ class VirtualRank:
         self.tree = PrefixTree(plan.page_size)
         self.expected: set[str] = set()
         self.ended: list[str] = []
+        self.table = EndedTable()
         self.refilled: list[str] = []
         self._arrivals = self._steps = self._changes = 0
         self._changes_at_boundary = -1
@@ -200,6 +212,7 @@ class VirtualRank:
             self.ledger,
             None,
             self.movable(self.running),
+            ended=self.table.take_ended(),
             partition=virtual_partition.set_of(self.running),
             replicas=virtual_partition.num_replicas(self.running),
         )
@@ -388,6 +401,8 @@ class VirtualRank:
     def _end(self, sequence: SequenceState, event: Event) -> None:
         advance(sequence, event, "")
         self.ended.append(sequence.sequence_id)
+        if event is Event.FINISH:
+            self.table.ended.append(sequence.generated_tokens)
         self.ledger.policy.finished(sequence, sequence.generated_tokens)
         self.ledger.away.discard(sequence.sequence_id)
         self.overflow.forget(sequence)

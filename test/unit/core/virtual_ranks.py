@@ -17,12 +17,16 @@ from virtual_sequences import Batch, Fate, Request
 from sgl_batch.core.actions import EndPartition, Partition, Prefill, Refill
 from sgl_batch.core.admission_policy import AdmissionPolicy, Reserve
 from sgl_batch.core.decision_record import group_record
+from sgl_batch.core.ended_lengths import EndedLengths
+from sgl_batch.core.group_callbacks import BUILT_IN, Callbacks
+from sgl_batch.core.group_decider import GroupDecider
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import (
     GroupDecision,
     Migration,
     Move,
     RankHeader,
+    RankState,
     StepKind,
     decide_group,
     next_step,
@@ -59,6 +63,7 @@ class Log:
     undone: int = 0
     ended_partitions: int = 0
     refused: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     ended_at: dict[str, int] = field(default_factory=dict)
     active: list[list[int]] = field(default_factory=list)
 
@@ -79,8 +84,11 @@ class VirtualRanks:
         admission: Callable[[], AdmissionPolicy] = Reserve,
         overflow_pages: int = 0,
         restore_steps: int = 0,
+        callbacks: Callbacks = BUILT_IN,
     ) -> None:
-        self.plan, self.migration, self.log = plan, migration, Log()
+        self.plan, self.log = plan, Log()
+        self._decider, self._replays = GroupDecider(migration, callbacks), EndedLengths()
+        self._held: frozenset[int] = frozenset()
         self._takes = takes
         self._fates: dict[str, Fate] = {}
         self.ranks = [
@@ -174,7 +182,7 @@ class VirtualRanks:
         """Return what every rank does next."""
         for rank in self.ranks:
             rank.running = rank.join_arrived(rank.running)
-        headers = [self._header(rank) for rank in self.ranks]
+        headers = [self._header(rank, held=number in self._held) for number, rank in enumerate(self.ranks)]
         step = next_step(headers, self.plan)
         if step.kind is StepKind.IDLE:
             return [Part(batch=None, enters=None) for _ in self.ranks]
@@ -182,25 +190,42 @@ class VirtualRanks:
             for rank in self.ranks:
                 rank.running = rank.extend_running(rank.running)
             states = [rank.rank_state() for rank in self.ranks]
-            decision = decide_group(states, self.plan, self.migration)
-            assert decision == decide_group(states, self.plan, self.migration), "the same states, the same decision"
-            if self.ranks[0].decides_alone:
-                self.records.append(json.loads(json.dumps(group_record(states, self.plan, self.migration, decision))))
+            decision = self._decided(states)
+            self._held = decision.held
             return self._boundary(decision, others_run=step.any_rank_decodes)
         if step.kind is StepKind.FORKS:
             batches = [
                 rank.prefill_choices(self.plan.prefill.b_moe) if rank.num_forked else None for rank in self.ranks
             ]
         else:
-            batches = [rank.composed_step(rank.running) for rank in self.ranks]
+            batches = [
+                rank.count_step() if number in self._held else rank.composed_step(rank.running)
+                for number, rank in enumerate(self.ranks)
+            ]
         return [Part(batch=batch, enters=(step.kind.value, step.expert_calls)) for batch in batches]
 
+    def _decided(self, states: list[RankState]) -> GroupDecision:
+        for state in states:
+            for length in state.ended:
+                self._replays.add(length)
+        callbacks, migration = self._decider.callbacks, self._decider.migration
+        decision = self._decider.decide(states, self.plan)
+        again = decide_group(states, self.plan, migration, callbacks, self._replays)
+        assert decision == again, "the same states, the same decision"
+        if decision.fault is not None:
+            self.log.faults.append(decision.fault.text)
+        if self.ranks[0].decides_alone or callbacks.names:
+            record = group_record(states, self.plan, migration, decision, callbacks.names)
+            self.records.append(json.loads(json.dumps(record)))
+        return decision
+
     @staticmethod
-    def _header(rank: VirtualRank) -> RankHeader:
+    def _header(rank: VirtualRank, *, held: bool) -> RankHeader:
         state = rank.state(rank.running)
+        waiting = len(state.ready) + len(state.queued) + state.returning + (state.begun is not None)
         return RankHeader(
-            running=state.running,
-            waiting=len(state.ready) + len(state.queued) + state.returning + (state.begun is not None),
+            running=0 if held else state.running,
+            waiting=waiting + (state.running if held else 0),
             forked=rank.num_forked,
             due=rank_is_due(state, rank.plan),
         )
@@ -231,7 +256,10 @@ class VirtualRanks:
                 ordered = action.sequences if isinstance(action, Refill) else ()
                 self._refill(rank, number, [sequence.sequence_id for sequence in ordered], decision.moves)
                 rank.begin_interval(rank.running, 0.0)
-                batch = rank.composed_step(rank.running) if decision.busy else None
+                held = number in self._held
+                batch = rank.composed_step(rank.running) if decision.busy and not held else None
+                if decision.busy and held:
+                    rank.count_step()
             kind = "prefill" if decision.prefill else "decode"
             enters = (kind, decision.expert_calls) if decision.busy else None
             parts.append(Part(batch=batch, enters=enters))
