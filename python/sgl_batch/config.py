@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_batch.byte_sizes import parse_bytes
 from sgl_batch.errors import ConfigError
+from sgl_batch.named_function import check_name
 
 
 def _flag(
@@ -295,6 +296,19 @@ class RankConfig:
         "always: all that can, partition: none, but ranks run all together every other interval (for tests)",
         choices=MIGRATIONS,
     )
+    on_refill: str | None = _flag(
+        None,
+        "Python function that decides at a boundary before which sequences wait: which of them move to other ranks, or "
+        "that all ranks prefill (see `Callbacks` in docs/ranks.md); by default sgl_batch.core.refill:on_refill",
+        metavar="MODULE:NAME",
+    )
+    on_long_tail: str | None = _flag(
+        None,
+        "Python function that decides at a boundary when nothing waits on any rank: which of the last sequences move, "
+        "are partitioned, or are held (see `Callbacks` in docs/ranks.md); by default "
+        "sgl_batch.core.long_tail:on_long_tail",
+        metavar="MODULE:NAME",
+    )
     token_dispatcher: str = _flag(
         "auto",
         "how tokens reach the ranks of their experts: shared (memory of one machine, CPU), gloo (CPU), nccl (GPU) or "
@@ -307,6 +321,11 @@ class RankConfig:
         minimum=1.0,
         metavar="SECONDS",
     )
+
+    @property
+    def callbacks(self) -> dict[str, str | None]:
+        """The names of the functions that decide for several ranks, by their flags; None for the default."""
+        return {"on_refill": self.on_refill, "on_long_tail": self.on_long_tail}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +354,7 @@ class BatchConfig:
         for owner in self._owners():
             for field in dataclasses.fields(owner):
                 _check_value(field, getattr(owner, field.name))
-        self._check_on_yield()
+        self._check_callbacks()
         self._check_mixing()
         forward = self.forward
         for phase in ("prefill", "decode"):
@@ -346,13 +365,11 @@ class BatchConfig:
                     f"than its group; lower b_attn_{phase} or raise b_moe_{phase}"
                 )
 
-    def _check_on_yield(self) -> None:
-        name = self.forward.on_yield
-        if name is None:
-            return
-        module, colon, attribute = name.partition(":")
-        if not (module and colon and attribute.isidentifier()):
-            raise ConfigError(f"on_yield is {name!r}; it takes module:name, as in my_callbacks:round_kv")
+    def _check_callbacks(self) -> None:
+        names = {"on_yield": self.forward.on_yield, **self.ranks.callbacks}
+        for flag, name in names.items():
+            if name is not None:
+                check_name(flag, name, "my_callbacks:round_kv" if flag == "on_yield" else f"my_callbacks:{flag}")
 
     def _check_mixing(self) -> None:
         tokens, most = self.schedule.mix_prefill, self.forward.b_moe_prefill

@@ -15,6 +15,7 @@ import torch
 from sgl_batch import Engine
 from sgl_batch.config import ForwardConfig
 from sgl_batch.core.replay import replay_trace
+from sgl_batch.managers.rank_callbacks import find_callback
 from sgl_batch.sglang_adapter import fork_server
 from sgl_batch.sglang_adapter.stock_engine import StockEngine
 
@@ -95,7 +96,7 @@ class Traces:
             if not path.exists():  # the engine did not start, or writes another file
                 continue
             with path.open() as lines:
-                number, differences = replay_trace(json.loads(line) for line in lines)
+                number, differences = replay_trace((json.loads(line) for line in lines), find_callback)
             assert number > 0, f"{path} holds no decision"
             assert differences == []
 

@@ -58,6 +58,8 @@ OTHER = {
     "admission": "forecast",
     "trace_file": "trace.jsonl",
     "migration": "never",
+    "on_refill": "callbacks:fill",
+    "on_long_tail": "callbacks:level",
     "token_dispatcher": "gloo",
     "rank_timeout_s": 30.0,
 }
@@ -136,7 +138,13 @@ def test_every_option_reaches_its_owner():
             plan="off",
             workload="64:32x8",
         ),
-        ranks=RankConfig(migration="never", token_dispatcher="gloo", rank_timeout_s=30.0),
+        ranks=RankConfig(
+            migration="never",
+            on_refill="callbacks:fill",
+            on_long_tail="callbacks:level",
+            token_dispatcher="gloo",
+            rank_timeout_s=30.0,
+        ),
         trace=TraceConfig(trace_file="trace.jsonl"),
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_batch.core.replay import ReplayError, replay_trace
+from sgl_batch.managers.rank_callbacks import find_callback
 
 _MOST_SHOWN = 10
 
@@ -61,7 +62,7 @@ def trace_command(argv: Sequence[str]) -> int:
 def _replay(events: list[dict[str, Any]]) -> int:
     """Make the decisions again. Return 2 if one differs, 1 if they cannot be made."""
     try:
-        number, differences = replay_trace(events)
+        number, differences = replay_trace(events, find_callback)
     except ReplayError as error:
         sys.stderr.write(f"sgl-batch trace: error: {error}\n")
         return 1

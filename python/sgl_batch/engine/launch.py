@@ -28,7 +28,7 @@ from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
-from sgl_batch.startup.argument_checks import check_budgets, check_ranges
+from sgl_batch.startup.argument_checks import check_budgets, check_callbacks, check_ranges
 from sgl_batch.startup.family_arguments import family_arguments
 from sgl_batch.startup.gpu_arguments import chosen_arguments, machine_facts, model_facts
 from sgl_batch.startup.model_checks import check_this_device
@@ -125,6 +125,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     _check_store(config.memory, merged.get("attention_backend"), on_cpu=on_cpu(kwargs), overflows=overflows)
     check_budgets(config.memory, on_cpu=on_cpu(kwargs), num_ranks=merged.get("dp_size") or 1)
     merged.update(_rank_arguments(merged))
+    check_callbacks(config.ranks, num_ranks=merged.get("dp_size") or 1)
     _check_streaming(config, merged, on_cpu=on_cpu(kwargs))
     merged.update(family_arguments(merged, config, on_cpu=on_cpu(kwargs)))
     if config.memory.weights == "streamed" or (merged.get("dp_size") or 1) > 1:

@@ -12,6 +12,7 @@ from functools import partial
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.admission_policy import make_admission
+from sgl_batch.core.group_callbacks import BUILT_IN
 from sgl_batch.core.order import make_order
 from sgl_batch.core.page_boundary import boundary_due
 from sgl_batch.core.plan_change import PlanChange
@@ -27,6 +28,7 @@ from sgl_batch.kv_offload.kv_tiers import KVTiers
 from sgl_batch.kv_offload.overflow_store import overflow_directory
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.plan_changes import PlanChanges
+from sgl_batch.managers.rank_callbacks import callbacks_of
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
@@ -143,10 +145,12 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def _join(self, rank_context: RankContext) -> RankSteps:
         """Connect to the other ranks. From now on a rank that dies or hangs ends all of them."""
         ranks = self.context.config.ranks
+        decides = rank_context.rank == rank_context.topology.control_rank
         group = RankGroup(
             rank_context.channel("steps", Message),
             rank_context.topology,
             migration=Migration(ranks.migration),
+            callbacks=callbacks_of(ranks) if decides else BUILT_IN,
             timeout_s=_STEP_TIMEOUT_S,
             all_gather=self._all_gather(rank_context),
             trace=self._trace,

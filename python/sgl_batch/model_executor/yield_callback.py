@@ -6,14 +6,12 @@ layer's KV of the sub-batch's sequences; later passes read the changed KV, this 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from sgl_batch.errors import ConfigError
+from sgl_batch.named_function import find_function
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.scheduler import KVPool
 
@@ -96,19 +94,4 @@ class YieldCallback:
 
 def find_on_yield(name: str) -> OnYield:
     """Import the callback that `module:name` names. Raises ConfigError if that fails or it is not callable."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(
-            f"on_yield is {name!r}, and the module {module_name} cannot be imported: {error}; put its directory on "
-            "PYTHONPATH, or name another one"
-        ) from error
-    found: Any = getattr(module, attribute, None)
-    if not callable(found):
-        what = "has no such name" if found is None else f"has a value of type {type(found).__name__} there"
-        raise ConfigError(
-            f"on_yield is {name!r}, and the module {module_name} {what}: name a function of sequences, layer and KV"
-        )
-    callback: OnYield = found
-    return callback
+    return find_function("on_yield", name, "sequences, layer and KV")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
-from sgl_batch.config import MemoryConfig
+from sgl_batch.config import MemoryConfig, RankConfig
 from sgl_batch.errors import ConfigError
 
 _AT_LEAST_ONE = ("context_length", "max_running_requests", "max_total_tokens", "dp_size", "pp_size")
@@ -31,6 +31,21 @@ def check_ranges(arguments: Mapping[str, Any]) -> None:
         value = arguments.get(name)
         if value is not None and str(value).lower() not in words:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(words)}")
+
+
+def check_callbacks(ranks: RankConfig, *, num_ranks: int) -> None:
+    """Raise ConfigError for callbacks that decide for several ranks, where they would not be asked."""
+    for flag, name in ranks.callbacks.items():
+        if name is not None and num_ranks < 2:
+            raise ConfigError(
+                f"{flag} is {name!r}, and the engine has one rank; it decides for several: leave it out, or give "
+                "--tp N --dp N --ep N --enable-dp-attention"
+            )
+        if name is not None and ranks.migration == "always":
+            raise ConfigError(
+                f"{flag} is {name!r}, and migration is 'always', which moves every sequence without asking it (for "
+                "tests): leave one of them out"
+            )
 
 
 def check_budgets(memory: MemoryConfig, *, on_cpu: bool, num_ranks: int) -> None:

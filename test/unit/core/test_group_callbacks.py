@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rank_builders import PLAN, movable, rank, running
@@ -12,6 +15,7 @@ from rank_scenarios import roomy, tight
 from sequence_builders import sequence
 from virtual_ranks import VirtualRanks
 
+from moving_callbacks import hold_all_but_one, rotate
 from sgl_batch.core.actions import EndPartition, Hold, Migrate, Partition, PrefillPhase, Step
 from sgl_batch.core.decision_record import group_record
 from sgl_batch.core.group_callbacks import Callbacks
@@ -133,37 +137,13 @@ def test_a_callback_sees_sequences_limits_pages_and_the_outputs_that_have_ended(
 # Whole schedules.
 
 
-def rotate(view: GroupView):
-    """Move all that fits to the next rank, at every boundary at which ranks do not prefill."""
-    if view.prefills:
-        return (PrefillPhase(),)
-    moves, number = [], len(view.ranks)
-    for source, one in enumerate(view.ranks):
-        target = (source + 1) % number
-        slots, pages = view.ranks[target].state.free_request_slots, view.ranks[target].free_pages
-        for item in (*one.ready, *one.running):
-            if slots and item.pages <= pages:
-                slots, pages = slots - 1, pages - item.pages
-                moves.append(migrate(item.sequence, source, target))
-    return tuple(moves)
-
-
-def hold_some(view: GroupView):
-    """Hold all ranks but one, another one at each number of generated tokens."""
-    running_ranks = [number for number, one in enumerate(view.ranks) if one.state.running]
-    tokens = sum(item.sequence.generated_tokens for _, item in view.running())
-    keep = running_ranks[tokens % len(running_ranks)]
-    held = frozenset(number for number in running_ranks if number != keep)
-    return (Hold(ranks=held),) if held else ()
-
-
 def sometimes_wrong(view: GroupView):
     return None if view.num_running % 5 == 4 else view.evening
 
 
 @pytest.mark.parametrize(
     ("on_refill", "on_long_tail"),
-    [(prefill_first, hold_level), (rotate, hold_some), (rotate, rotate), (sometimes_wrong, sometimes_wrong)],
+    [(prefill_first, hold_level), (rotate, hold_all_but_one), (rotate, rotate), (sometimes_wrong, sometimes_wrong)],
     ids=lambda function: function.__name__,
 )
 @pytest.mark.parametrize("make", [tight, roomy])
@@ -188,6 +168,17 @@ def test_whatever_callbacks_decide_ranks_stay_together_every_sequence_ends_and_d
         steps, faults = steps + log.steps, [*faults, *log.faults]
     assert steps > 500
     assert bool(faults) is (sometimes_wrong in (on_refill, on_long_tail))
+
+
+def test_the_function_in_the_docs_decides(repo_root: Path):
+    (source,) = re.findall(r"```python\n(.*?)```", (repo_root / "docs" / "ranks.md").read_text(), re.DOTALL)
+    written: dict[str, Any] = {}
+    exec(source, written)
+    callbacks = of(prefill_first, written["on_long_tail"])
+    for counts, num_moved in (((5, 3), 0), ((6, 3), 1)):
+        ranks = [rank(runs=running(count, first=10 * number)) for number, count in enumerate(counts)]
+        decision = decide_group(ranks, PLAN, Migration.EVEN, callbacks)
+        assert (decision.fault, len(decision.moves)) == (None, num_moved)
 
 
 def recorded(ranks: list[RankState]) -> dict:
