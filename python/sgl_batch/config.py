@@ -309,6 +309,18 @@ class RankConfig:
         "sgl_batch.core.long_tail:on_long_tail",
         metavar="MODULE:NAME",
     )
+    partition_below: int = _flag(
+        0,
+        "partition the last sequences over ranks when at most so many are left on all of them and nothing waits: one "
+        "over all ranks, two on four ranks over two sets of two; 0: never (see `Partitions` in docs/ranks.md)",
+        minimum=0,
+    )
+    partition_least_tokens: int = _flag(
+        512,
+        "and only if one of them is expected to generate at least so many tokens yet, by the lengths of the outputs "
+        "that have ended",
+        minimum=0,
+    )
     token_dispatcher: str = _flag(
         "auto",
         "how tokens reach the ranks of their experts: shared (memory of one machine, CPU), gloo (CPU), nccl (GPU) or "

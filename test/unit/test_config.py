@@ -58,6 +58,8 @@ OTHER = {
     "admission": "forecast",
     "trace_file": "trace.jsonl",
     "migration": "never",
+    "partition_below": 3,
+    "partition_least_tokens": 100,
     "on_refill": "callbacks:fill",
     "on_long_tail": "callbacks:level",
     "token_dispatcher": "gloo",
@@ -140,6 +142,8 @@ def test_every_option_reaches_its_owner():
         ),
         ranks=RankConfig(
             migration="never",
+            partition_below=3,
+            partition_least_tokens=100,
             on_refill="callbacks:fill",
             on_long_tail="callbacks:level",
             token_dispatcher="gloo",

@@ -106,6 +106,8 @@ def make_plan(
         ready_target=min(b_moe_decode + ahead, max_running),
         share_prefixes=schedule.share_prefixes,
         mix_prefill=schedule.mix_prefill,
+        partition_below=config.ranks.partition_below,
+        partition_least_tokens=config.ranks.partition_least_tokens,
     )
 
 
