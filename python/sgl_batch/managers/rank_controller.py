@@ -1,8 +1,8 @@
 """Owns the process that starts the ranks and hands requests to them, and that ends all ranks when one of them ends.
 
 It watches a rank from the moment that the rank's process begins, also while other ranks still load or wait for it. When
-a rank ends, it reports why to the engine's own process, which waits for this one, and ends all ranks. SGLang decides
-which rank gets a request (round robin, or the rank that the request names).
+a rank ends, it reports why to the engine's own process, which waits for this one, and ends all ranks. core/dealing
+decides which rank gets a request that names none.
 """
 
 from __future__ import annotations

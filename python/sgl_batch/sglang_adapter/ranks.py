@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sgl_batch.core.dealing import WorkDealer
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.faults import ending_by
 from sgl_batch.sglang_adapter.private_ports import PrivatePorts, hold_port, on_this_machine
@@ -48,6 +49,12 @@ def new_process_group(backend: str, store: Any, *, rank: int, world_size: int, n
         )
 
 
+def _tokens_of(request: Any) -> int:
+    """Return the tokens of a request's prompt, and those that it may generate, as far as it says so."""
+    prompt = 0 if request.input_ids is None else len(request.input_ids)
+    return prompt + (getattr(request.sampling_params, "max_new_tokens", None) or 0)
+
+
 def run_controller_with(
     processes: dict[int, list[Any]],
     on_start_failure: Callable[[int, str], None],
@@ -63,6 +70,17 @@ def run_controller_with(
     """
 
     class Controller(DataParallelController):  # type: ignore[misc]
+        dealer: WorkDealer | None = None
+
+        def round_robin_scheduler(self, request: Any) -> None:
+            """Send a request to the rank that it names, or to the one with the least predicted work."""
+            self.dealer = self.dealer or WorkDealer(len(self.workers))
+            if request.routed_dp_rank is None:
+                controller_module.sock_send(self.workers[self.dealer.deal(_tokens_of(request))], request)
+                return
+            super().round_robin_scheduler(request)
+            self.dealer.count(request.routed_dp_rank, _tokens_of(request))
+
         def launch_tensor_parallel_group(self, server_args: Any, port_args: Any, base: int, rank: int) -> None:
             """Start one rank. SGLang calls this for each rank in a thread, which waits until the rank is ready."""
             launcher: Any = copy.copy(self)
@@ -82,7 +100,10 @@ def run_controller_with(
             """Send requests for one rank in one message, so that they are scheduled together."""
             named = {request.routed_dp_rank for request in batch_req}
             if len(named) == 1 and None not in named:
-                controller_module.sock_send(self.workers[named.pop()], batch_req)
+                rank = named.pop()
+                controller_module.sock_send(self.workers[rank], batch_req)
+                self.dealer = self.dealer or WorkDealer(len(self.workers))
+                self.dealer.count(rank, sum(map(_tokens_of, batch_req)))
             else:
                 super().dispatch_batch_generate(batch_req)
 
