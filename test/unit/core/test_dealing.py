@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_batch.core.dealing import WorkDealer
@@ -24,6 +24,7 @@ def test_requests_that_name_their_rank_count_there():
     assert [dealer.deal(20) for _ in range(4)] == [1, 1, 1, 0]
 
 
+@settings(deadline=None)
 @given(tokens=st.lists(st.integers(0, 500), min_size=1), num_ranks=st.integers(1, 8))
 def test_no_rank_gets_more_than_another_by_more_than_the_largest_request(tokens, num_ranks):
     dealer, work = WorkDealer(num_ranks), [0] * num_ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_batch.core.ended_lengths import EndedLengths
@@ -14,6 +14,7 @@ def test_where_no_output_was_longer_there_is_no_mean():
     assert EndedLengths([5, 7]).mean_above(7) is None
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(0, 300)), asked=st.lists(st.integers(0, 400), min_size=1))
 def test_the_mean_is_that_of_all_longer_lengths(lengths, asked):
     ended = EndedLengths(lengths)

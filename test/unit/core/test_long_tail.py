@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_builders import PLAN, movable, rank
 from sequence_builders import sequence
@@ -148,6 +148,7 @@ def test_all_partitions_end_as_soon_as_anything_waits_anywhere(waiting):
     assert decision.partitions == ()
 
 
+@settings(deadline=None)
 @given(
     counts=st.lists(st.integers(0, 5), min_size=2, max_size=6),
     below=st.integers(0, 12),

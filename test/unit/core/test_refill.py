@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_builders import PLAN, movable, rank, running
 from sequence_builders import sequence
@@ -75,6 +75,7 @@ def test_prefill_first_is_as_it_says():
     assert len(decision.moves) == 1, "counts are evened out"
 
 
+@settings(deadline=None)
 @given(
     ranks=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 10), st.booleans()), min_size=2, max_size=4),
     pages=st.integers(3, 40),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sequence_builders import plan
 
@@ -66,6 +66,7 @@ def test_remaining_time_adds_up_steps_of_ever_fewer_sequences():
     assert found == pytest.approx(10 * two + 20 * one)
 
 
+@settings(deadline=None)
 @given(
     left=st.lists(st.floats(1, 500), min_size=1, max_size=30),
     times=st.integers(1, 5),
