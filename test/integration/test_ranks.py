@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 import signal
 import threading
@@ -103,13 +105,76 @@ def test_sampled_tokens_with_penalties_do_not_depend_on_moves(
     assert sampled(batch_engine(FAMILIES[0], 7, dtype="bfloat16", **ranks(2))) == one
 
 
-def test_choices_of_a_prompt_share_it_on_one_rank(batch_engine: Callable[..., Any], prompts: Prompts) -> None:
-    engine = batch_engine(FAMILIES[0], 7, dtype="bfloat16", **ranks(2))
-    before = engine.batch_stats()["counters"].get("prompts_shared", 0)
+def test_choices_of_a_prompt_share_it_on_the_rank_that_computes_it_and_move_apart(
+    batch_engine: Callable[..., Any], prompts: Prompts
+) -> None:
     sampling = {"temperature": 0.8, "max_new_tokens": 20, "n": 3, "sampling_seed": 5}
-    results = engine.generate(input_ids=prompts.input_ids[6:10], sampling_params=sampling)
-    assert len(results) == 12
-    assert engine.batch_stats()["counters"]["prompts_shared"] - before == 8
+
+    def chosen(engine: Any) -> list[list[int]]:
+        results = engine.generate(input_ids=prompts.input_ids[6:10], sampling_params=sampling)
+        return [result["output_ids"] for result in results]
+
+    one = chosen(batch_engine(FAMILIES[0], 7, dtype="bfloat16"))
+    engine = batch_engine(FAMILIES[0], 7, dtype="bfloat16", **ranks(2))
+    before = engine.batch_stats()["counters"]
+    assert chosen(engine) == one
+    stats = engine.batch_stats()
+    counted = {name: stats["counters"][name] - before.get(name, 0) for name in ("prompts_shared", "sequences_arrived")}
+    assert counted["prompts_shared"] == 8
+    assert counted["sequences_arrived"] >= 12, "every choice moved"
+    assert stats["free_pages"] == stats["total_pages"]
+
+
+# The grammars do not end before an answer does.
+ASKED: tuple[dict[str, Any], ...] = (
+    {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3},
+    {"parameters": {"json_schema": json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 90})}},
+    {"return_logprob": True, "logprob_start_len": 2, "token_ids_logprob": [7, 300]},
+    {"return_logprob": True, "top_logprobs_num": 2, "parameters": {"regex": "[a-z ]{500}"}},
+    {"return_routed_experts": True, "parameters": {"temperature": 0.8, "sampling_seed": 3, "n": 2}},
+    {"return_routed_experts": True, "routed_experts_start_len": 3, "parameters": {"frequency_penalty": 0.5}},
+)
+REPORTED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "input_token_logprobs")
+
+
+def reported(engine: Any, prompts: Prompts, **more: Any) -> list[Any]:
+    """Return the tokens of answers, and all else that they report."""
+    asked = [dict(ASKED[number % len(ASKED)]) for number in range(len(prompts.input_ids))]
+    parameters = {"temperature": 0, "max_new_tokens": 70, "ignore_eos": True, **more}
+    sampling = [{**parameters, **options.pop("parameters", {})} for options in asked]
+
+    async def one(ids: list[int], sampling_params: dict[str, Any], options: dict[str, Any]) -> Any:
+        return await engine.async_generate(input_ids=ids, sampling_params=sampling_params, **options)
+
+    async def all_at_once() -> list[Any]:
+        return await asyncio.gather(*map(one, prompts.input_ids, sampling, asked))
+
+    answers = engine.loop.run_until_complete(all_at_once())
+    choices = [choice for answer in answers for choice in (answer if isinstance(answer, list) else [answer])]
+    shown = (*REPORTED, "input_top_logprobs", "input_token_ids_logprobs", "routed_experts")
+    return [(choice["output_ids"], {name: choice["meta_info"].get(name) for name in shown}) for choice in choices]
+
+
+@pytest.mark.parametrize("store", [{}, {"kv_store_bytes": 64 << 20}], ids=["device", "store"])
+def test_log_probabilities_grammars_and_reported_experts_do_not_depend_on_moves(
+    store: dict[str, int], started: Callable[..., Any], model_path: Callable[[str], str], prompts: Prompts
+) -> None:
+    settings = {
+        "model_path": model_path(FAMILIES[0]),
+        "dtype": "bfloat16",
+        "page_size": 16,
+        "b_moe_prefill": 700,
+        "b_moe_decode": 8,
+        "boundary_tokens": 8,
+        "max_total_tokens": 16384,
+        "enable_return_routed_experts": True,
+        **store,
+    }
+    one = reported(started(**settings), prompts)
+    engine = started(**settings, **ranks(2))
+    assert reported(engine, prompts) == one
+    counters = engine.batch_stats()["counters"]
+    assert counters["sequences_arrived"] >= 2 * len(one)
 
 
 def test_an_aborted_request_frees_its_pages_on_whichever_rank_it_is(

@@ -22,6 +22,7 @@ from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.outcome import Result
 from sgl_batch.migration.store import Export, Refusal, Reservation, SequenceStore
 from sgl_batch.sglang_adapter import moving
+from sgl_batch.sglang_adapter.moving_grammars import ArrivingGrammars
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import PagePool, SGLangScheduler
@@ -54,7 +55,7 @@ def written_down(request: Request, pool: PagePool, *, num_pages: int, store_bloc
 
 
 def request_of(header: SequenceHeader, scheduler: SGLangScheduler) -> Request:
-    """Rebuild a request from its header. It holds no KV yet."""
+    """Rebuild a request from its header. It holds no KV and has no grammar yet."""
     return moving.rebuild(
         scheduler,
         rid=header.sequence_id,
@@ -96,6 +97,7 @@ class RankSequences:
         self._arrivals: Arrivals = executor.table if arrivals is None else arrivals
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._page_size: int = scheduler.page_size
+        self._grammars = ArrivingGrammars(scheduler)
         self._expected: dict[str, _Expected] = {}
         self._running: ScheduleBatch | None = None
 
@@ -111,7 +113,7 @@ class RankSequences:
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
         request = request_of(header, self._scheduler)
-        refusal = self._arrivals.expect(request, self._executor.plan)
+        refusal = self._grammars.give(request) or self._arrivals.expect(request, self._executor.plan)
         if refusal is not None:
             return Refusal(reason=refusal)
         kv_indices = self._scheduler.token_to_kv_pool_allocator.alloc(header.num_pages * self._page_size)

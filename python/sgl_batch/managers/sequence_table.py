@@ -269,7 +269,10 @@ class SequenceTable:
         return self._sequences[name].status is Status.RUNNING
 
     def movable(self, running: ScheduleBatch, plan: Plan) -> tuple[list[Movable], list[Movable]]:
-        """Return the waiting and the running sequences that share no pages and whose state can be written down."""
+        """Return the waiting and the running sequences whose state can be written down.
+
+        Pages that one of them shares stay with the others that hold them, and are copied.
+        """
         ready = [self._movable(sequence, plan) for sequence in self._ready.values()]
         owned = (request for request in running.reqs if not self.is_replica(request.rid))
         run = [self._movable(self.grown(request), plan) for request in owned]
@@ -277,7 +280,7 @@ class SequenceTable:
 
     def _movable(self, sequence: SequenceState, plan: Plan) -> Movable | None:
         request, ledger = self._requests[sequence.sequence_id], self._admission_ledger
-        if sequence.prompt_group is not None or not movable(request):
+        if not movable(request):
             return None
         pages = arriving_pages(sequence, ledger, plan)
         gap = ledger.whole_pages(sequence) - pages
@@ -286,8 +289,7 @@ class SequenceTable:
 
     def expect(self, request: Request, plan: Plan) -> str | None:
         """Reserve pages for a sequence that may arrive. Where there is no room, return why, with the numbers."""
-        ledger, sequence = self._admission_ledger, self._sequence_of(request)
-        sequence.generated_tokens = len(request.output_ids)
+        ledger, sequence = self._admission_ledger, self._arriving(request)
         pages, whole = arriving_pages(sequence, ledger, plan), ledger.whole_pages(sequence)
         if ledger.has_waiting:
             return "sequences wait for pages there, and come first"
@@ -297,14 +299,21 @@ class SequenceTable:
         ledger.reserve(request.rid, pages, whole=whole)
         return None
 
+    def _arriving(self, request: Request) -> SequenceState:
+        """Return a sequence with KV of its own: a choice of another rank's prompt shares none of it here."""
+        sequence = self._sequence_of(request)
+        sequence.generated_tokens = len(request.output_ids)
+        sequence.prompt_group, sequence.choice = None, 0
+        return sequence
+
     def expect_no_more(self, name: str) -> None:
         """Free the pages of an expected sequence that does not arrive."""
         self._admission_ledger.release(name)
 
     def adopt(self, request: Request) -> None:
         """Add a sequence that has arrived with its KV, as READY."""
-        sequence = self._sequence_of(request)
-        sequence.status, sequence.generated_tokens = Status.MIGRATING, len(request.output_ids)
+        sequence = self._arriving(request)
+        sequence.status = Status.MIGRATING
         self._keep(sequence, request)
         self._wait(request.rid)
         self.record([migrate(sequence, Event.ARRIVE, "moved here to even out the ranks")])

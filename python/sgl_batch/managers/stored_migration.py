@@ -11,6 +11,7 @@ from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_migration import request_of, written_down
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.store import Export, Refusal, Reservation
+from sgl_batch.sglang_adapter.moving_grammars import ArrivingGrammars
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
@@ -23,6 +24,7 @@ class StoredSequences:
         self._scheduler, self._executor, self._stored = scheduler, executor, stored
         self._table = executor.table
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        self._grammars = ArrivingGrammars(scheduler)
         self._expected: dict[str, Request] = {}
 
     def begin(self, leaving: list[str], running: ScheduleBatch) -> None:
@@ -40,7 +42,7 @@ class StoredSequences:
             return Refusal(
                 reason=f"it has {len(header.store_blocks)} pages in the store, of which {self._stored.free} are free"
             )
-        refusal = self._table.expect(request, self._executor.plan)
+        refusal = self._grammars.give(request) or self._table.expect(request, self._executor.plan)
         if refusal is not None:
             return Refusal(reason=refusal)
         self._stored.take_over(header.sequence_id, header.store_blocks, header.position)

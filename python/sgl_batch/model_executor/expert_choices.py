@@ -73,6 +73,18 @@ class ExpertChoices:
         start = min(request.routed_experts_start_len, tokens - 1)
         return self._by_request[request].between(start, tokens - 1)
 
+    # Of a request that moves to another rank.
+
+    def written_down(self, request: Request) -> bytes:
+        """Return the choices for all positions of a request so far, [P, L, K] int32 in the machine's byte order."""
+        return self._by_request[request].whole().numpy().tobytes()
+
+    def put_back(self, request: Request, written: bytes) -> None:
+        """Record for a request what `written_down` returned for it in another process of the same model."""
+        rows = torch.frombuffer(bytearray(written), dtype=torch.int32)
+        choices = self._by_request[request] = _ChoicesByPosition()
+        choices.put(0, rows.view(-1, self._num_layers, self._top_k))
+
 
 class _ChoicesByPosition:
     """The choices of one request by position, in memory that doubles when it is full."""
@@ -91,6 +103,10 @@ class _ChoicesByPosition:
             self._rows = grown
         self._rows[position:end] = choices_TLK
         self._filled = max(self._filled, end)
+
+    def whole(self) -> torch.Tensor:
+        """Return the choices of all positions."""
+        return self.between(0, self._filled)
 
     def between(self, start: int, end: int) -> torch.Tensor:
         assert self._rows is not None, "no pass has reported a choice"

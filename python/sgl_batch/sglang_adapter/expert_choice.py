@@ -5,7 +5,7 @@ Our CPU operators make the choice in SGLang's place, and must notify the same re
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,21 @@ with bootstrap.importing():
     from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
     from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK, capture_routed_experts_if_allowed
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer, set_global_experts_capturer
+
+R = TypeVar("R", contravariant=True)
+
+
+class ChoiceRecord(Protocol[R]):
+    """The record that `capture_choices_with` was given: the experts that were chosen for each token of a request."""
+
+    def of(self, request: R) -> torch.Tensor:
+        """Return the choices that the request's answer reports."""
+
+    def written_down(self, request: R) -> bytes:
+        """Return the choices for all positions of a request so far."""
+
+    def put_back(self, request: R, written: bytes) -> None:
+        """Record for a request what `written_down` returned for it in another process."""
 
 
 def scoring_of(topk: Any, given: dict[str, Any]) -> str | None:
@@ -74,8 +89,14 @@ def capture_choices_with(choices: object) -> None:
     set_global_experts_capturer(choices)
 
 
+def choice_record() -> ChoiceRecord[Request] | None:
+    """Return the record of the choices of this process; None where there is none."""
+    record: ChoiceRecord[Request] | None = get_global_experts_capturer()
+    return record
+
+
 def attach_expert_choices(request: Request) -> None:
     """Add the choices of experts to the answer of a request that ends outside a batch, if it asks for them."""
-    choices = get_global_experts_capturer()
+    choices = choice_record()
     if request.return_routed_experts and choices is not None:
         request.routed_experts = choices.of(request)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import msgspec
 
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.moving_results import put_back_results, results_of
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
@@ -19,17 +21,26 @@ with bootstrap.importing():
 
 __all__ = ["attach", "movable", "progress_of", "rebuild", "release", "remove_from_batch", "replicable", "sampling_of"]
 
-# The plain values of a request that the output streamer and the detokenizer need.
-_PROGRESS = ("stream", "extra_key", "priority", "cached_tokens", "send_token_offset", "send_decode_id_offset")
-# Requests with any of these are not moved: it is not plain data, or we have no form for it yet.
+# The plain values of a request that its constructor takes, and those that are set on it afterwards: what the output
+# streamer and the detokenizer need, its reasoning, and what its answer reports.
+_MADE_WITH = ("stream", "extra_key", "priority", "require_reasoning")
+_PROGRESS = (
+    "cached_tokens",
+    "cached_tokens_device",
+    "cached_tokens_host",
+    "cached_tokens_storage",
+    "send_token_offset",
+    "send_decode_id_offset",
+    "logprob_start_len",
+    "retraction_count",
+    "reasoning_tokens",
+    "_is_reasoning_over",
+)
+# Requests with any of these are not moved: it is not plain data, or the engine serves no such requests, or they end.
 _ROOTED = (
-    "return_logprob",
     "return_sampling_mask",
     "return_hidden_states",
-    "return_routed_experts",
     "return_indexer_topk",
-    "grammar",
-    "grammar_key",
     "custom_logit_processor",
     "lora_id",
     "session",
@@ -61,8 +72,9 @@ def sampling_of(request: Request) -> dict[str, object]:
 
 
 def progress_of(request: Request) -> dict[str, object]:
-    """Return how much output was sent, and the other plain values of a request beyond tokens and parameters."""
-    return {name: getattr(request, name) for name in _PROGRESS}
+    """Return how much output was sent, and all else of a request beyond tokens and parameters, as plain data."""
+    plain = {name: getattr(request, name) for name in (*_MADE_WITH, *_PROGRESS)}
+    return {**plain, "results": results_of(request)}
 
 
 def rebuild(
@@ -72,27 +84,25 @@ def rebuild(
     prompt_tokens: list[int],
     generated_tokens: list[int],
     sampling: dict[str, object],
-    progress: dict[str, object],
+    progress: dict[str, Any],
     position: int,
 ) -> Request:
-    """Rebuild a request in the state that it had on its source rank. It has no request slot and no KV yet."""
+    """Rebuild a request in the state that it had on its source rank. It has no request slot, KV or grammar yet."""
     request: Request = Req(
         rid,
         "",
         array("q", prompt_tokens),
         msgspec.convert(sampling, SamplingParams),
-        stream=progress["stream"],
         eos_token_ids=scheduler.model_config.hf_eos_token_id,
         vocab_size=scheduler.model_config.vocab_size,
-        extra_key=progress["extra_key"],
-        priority=progress["priority"],
+        **{name: progress[name] for name in _MADE_WITH},
     )
     request.tokenizer = scheduler.tokenizer
     request.output_ids = array("q", generated_tokens)
     for name in _PROGRESS:
         setattr(request, name, progress[name])
     request.kv_committed_len = position
-    request.logprob_start_len = len(prompt_tokens) - 1
+    put_back_results(request, progress["results"])
     return request
 
 

@@ -141,12 +141,24 @@ def test_a_departed_sequence_leaves_nothing_behind(table, runs, tmp_path):
     assert (last["sequence"], last["to"]) == ("r1", "MIGRATING")
 
 
-def test_choices_that_share_a_prompt_and_requests_that_cannot_be_written_down_are_not_movable(table):
-    tag = ChoiceTag(group="g", index=0, count=2).encode()
-    make_ready(table, request(1), request(2, extra_key=tag), request(3, grammar=object()), request(4, output_ids=[]))
+def test_requests_that_cannot_be_written_down_are_not_movable(table):
+    make_ready(table, request(1), request(2, session=object()), request(3, output_ids=[]))
     ready, running = table.movable(SimpleNamespace(reqs=[]), PLAN)
     assert [(item.sequence.sequence_id, item.tokens, item.pages) for item in ready] == [("r1", 100, 2)]
     assert running == []
+
+
+def test_a_choice_that_moves_reserves_all_of_its_prompt_elsewhere_and_shares_it_no_more(table):
+    tag = ChoiceTag(group="g", index=0, count=2).encode()
+    make_ready(table, request(1, extra_key=tag))
+    (item,), _ = table.movable(SimpleNamespace(reqs=[]), PLAN)
+    assert item.pages == 2
+    table.depart("r1")
+    arriving = request(1, extra_key=tag)
+    table.expect(arriving, PLAN)
+    table.adopt(arriving)
+    assert table.ledger.held("r1") == 2
+    assert (table["r1"].prompt_group, table["r1"].is_leader) == (None, False)
 
 
 def test_a_retracted_sequence_is_queued_with_its_tokens_and_holds_no_pages(table):
