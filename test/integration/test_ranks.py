@@ -134,11 +134,21 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"return_routed_experts": True, "parameters": {"temperature": 0.8, "sampling_seed": 3, "n": 2}},
     {"return_routed_experts": True, "routed_experts_start_len": 3, "parameters": {"frequency_penalty": 0.5}},
 )
-REPORTED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "input_token_logprobs")
+REPORTED = [f"{part}_{what}_logprobs" for part in ("input", "output") for what in ("token", "top", "token_ids")]
+
+
+def approximate(value: Any) -> Any:
+    """Return nested lists with approximate numbers."""
+    if isinstance(value, list | tuple):
+        return [approximate(item) for item in value]
+    return pytest.approx(value, abs=1e-5) if isinstance(value, float) else value
 
 
 def reported(engine: Any, prompts: Prompts, **more: Any) -> list[Any]:
-    """Return the tokens of answers, and all else that they report."""
+    """Return the tokens of answers, and all else that they report.
+
+    Log probabilities are approximate: the other rows of a batch may change their last digit, also on one rank.
+    """
     asked = [dict(ASKED[number % len(ASKED)]) for number in range(len(prompts.input_ids))]
     parameters = {"temperature": 0, "max_new_tokens": 70, "ignore_eos": True, **more}
     sampling = [{**parameters, **options.pop("parameters", {})} for options in asked]
@@ -151,8 +161,14 @@ def reported(engine: Any, prompts: Prompts, **more: Any) -> list[Any]:
 
     answers = engine.loop.run_until_complete(all_at_once())
     choices = [choice for answer in answers for choice in (answer if isinstance(answer, list) else [answer])]
-    shown = (*REPORTED, "input_top_logprobs", "input_token_ids_logprobs", "routed_experts")
-    return [(choice["output_ids"], {name: choice["meta_info"].get(name) for name in shown}) for choice in choices]
+    return [
+        (
+            choice["output_ids"],
+            choice["meta_info"].get("routed_experts"),
+            {name: approximate(choice["meta_info"].get(name)) for name in REPORTED},
+        )
+        for choice in choices
+    ]
 
 
 @pytest.mark.parametrize("store", [{}, {"kv_store_bytes": 64 << 20}], ids=["device", "store"])
