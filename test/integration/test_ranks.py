@@ -147,7 +147,8 @@ def approximate(value: Any) -> Any:
 def reported(engine: Any, prompts: Prompts, **more: Any) -> list[Any]:
     """Return the tokens of answers, and all else that they report.
 
-    Log probabilities are approximate: the other rows of a batch may change their last digit, also on one rank.
+    Log probabilities are approximate: the other rows of a batch may change their last digit, also on one rank. In
+    bfloat16 that changes which of two equal ones comes first.
     """
     asked = [dict(ASKED[number % len(ASKED)]) for number in range(len(prompts.input_ids))]
     parameters = {"temperature": 0, "max_new_tokens": 70, "ignore_eos": True, **more}
@@ -177,7 +178,7 @@ def test_log_probabilities_grammars_and_reported_experts_do_not_depend_on_moves(
 ) -> None:
     settings = {
         "model_path": model_path(FAMILIES[0]),
-        "dtype": "bfloat16",
+        "dtype": "float32",
         "page_size": 16,
         "b_moe_prefill": 700,
         "b_moe_decode": 8,
