@@ -10,37 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.byte_sizes import parse_bytes
+from sgl_batch.config_fields import check_value
+from sgl_batch.config_fields import flag as _flag
 from sgl_batch.errors import ConfigError
 from sgl_batch.named_function import check_name
-
-
-def _flag(
-    default: Any,
-    help_text: str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    in_bytes: bool = False,
-    kind: type = str,
-    metavar: str | None = None,
-) -> Any:
-    """Return a dataclass field that is also a command line flag, with the range of its values.
-
-    `in_bytes`: the value is a size, which may be given as text. `kind`: the type of a value if the default is None.
-    `metavar`: the value's name in the help; by default it follows from the type.
-    """
-    metadata = {
-        "help": help_text,
-        "minimum": minimum,
-        "maximum": maximum,
-        "choices": choices,
-        "in_bytes": in_bytes,
-        "kind": kind if default is None else type(default),
-        "metavar": metavar,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
-
 
 CPU_WEIGHT_DTYPES = ("auto", "int8")
 DECODE_FORWARDS = ("auto", "measure", "default", "coroutine", "eager", "sglang")
@@ -365,7 +338,7 @@ class BatchConfig:
     def __post_init__(self) -> None:
         for owner in self._owners():
             for field in dataclasses.fields(owner):
-                _check_value(field, getattr(owner, field.name))
+                check_value(field, getattr(owner, field.name))
         self._check_callbacks()
         self._check_mixing()
         forward = self.forward
@@ -420,23 +393,6 @@ SECTIONS: dict[str, type[Any]] = {
 
 def _default_of(section: str, name: str) -> Any:
     return next(f.default for f in dataclasses.fields(SECTIONS[section]) if f.name == name)
-
-
-def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
-    kinds: tuple[type, ...] = (field.metadata["kind"],)
-    if field.default is None:
-        kinds = (*kinds, type(None))
-    elif isinstance(field.default, float):
-        kinds = (float, int)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ConfigError(f"{field.name} is {value!r}; it takes a value of type {kinds[0].__name__}")
-    choices = field.metadata["choices"]
-    if choices is not None and value not in choices:
-        raise ConfigError(f"{field.name} is {value!r}; it must be one of {', '.join(choices)}")
-    low, high = field.metadata["minimum"], field.metadata["maximum"]
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
-        upper = "" if high is None else f" and at most {high}"
-        raise ConfigError(f"{field.name} is {value}; it must be at least {low}{upper}")
 
 
 def field_names() -> frozenset[str]:
