@@ -159,6 +159,21 @@ class ScheduleConfig:
         "prompts are computed in groups of their own",
         minimum=0,
     )
+    speculate: str = _flag(
+        "off",
+        "how many tokens of each sequence a decode step drafts and verifies in the same pass, while few sequences run; "
+        "drafts are what followed an earlier occurrence of the sequence's last tokens, and change no output; N: up to "
+        "N, wherever there was one; auto: as many as pay, by how often the sequence's drafts were right and what a row "
+        "costs, both as measured; off: none; only on a CPU with our kernels, with KV on the device, and for groups "
+        "without log probabilities, penalties and grammars",
+        metavar="{auto,off,N}",
+    )
+    drafter: str | None = _flag(
+        None,
+        "Python function (tokens, most) that drafts in place of --speculate's own look-up: it returns at most `most` "
+        "tokens that may follow",
+        metavar="MODULE:NAME",
+    )
     overlap: str = _flag(
         "auto",
         "when the results of a decode step are processed; on: while the device computes the next step (several ranks, "
@@ -255,6 +270,7 @@ class MemoryConfig:
         return self.device_memory + self.store_in_memory_bytes if self.device_memory else 0
 
 
+_FUNCTION_EXAMPLES = {"on_yield": "my_callbacks:round_kv", "drafter": "my_drafts:of_corpus"}
 MIGRATIONS = ("even", "never", "always", "partition")
 TOKEN_DISPATCHERS = ("auto", "shared", "gloo", "nccl", "deepep")
 
@@ -341,6 +357,7 @@ class BatchConfig:
                 check_value(field, getattr(owner, field.name))
         self._check_callbacks()
         self._check_mixing()
+        self._check_speculation()
         forward = self.forward
         for phase in ("prefill", "decode"):
             b_attn, b_moe = getattr(forward, f"b_attn_{phase}"), getattr(forward, f"b_moe_{phase}")
@@ -351,10 +368,20 @@ class BatchConfig:
                 )
 
     def _check_callbacks(self) -> None:
-        names = {"on_yield": self.forward.on_yield, **self.ranks.callbacks}
+        names = {"on_yield": self.forward.on_yield, **self.ranks.callbacks, "drafter": self.schedule.drafter}
         for flag, name in names.items():
             if name is not None:
-                check_name(flag, name, "my_callbacks:round_kv" if flag == "on_yield" else f"my_callbacks:{flag}")
+                check_name(flag, name, _FUNCTION_EXAMPLES.get(flag, f"my_callbacks:{flag}"))
+
+    def _check_speculation(self) -> None:
+        wanted, overlap = self.schedule.speculate, self.schedule.overlap
+        if wanted not in ("auto", "off") and not (wanted.isascii() and wanted.isdecimal() and int(wanted) > 0):
+            raise ConfigError(f"speculate is {wanted!r}; it takes auto, off, or a number of drafts from 1 on")
+        if wanted != "off" and overlap == "on":
+            raise ConfigError(
+                f"speculate is {wanted} and overlap is on: drafts follow from the results of the step before; leave "
+                "out overlap or speculate"
+            )
 
     def _check_mixing(self) -> None:
         tokens, most = self.schedule.mix_prefill, self.forward.b_moe_prefill

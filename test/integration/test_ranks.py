@@ -194,6 +194,20 @@ def test_log_probabilities_grammars_and_reported_experts_do_not_depend_on_moves(
     assert counters["sequences_arrived"] >= 2 * len(one)
 
 
+def test_answers_of_two_ranks_do_not_depend_on_drafts(batch_engine: Callable[..., Any], prompts: Prompts) -> None:
+    engine = batch_engine(FAMILIES[0], 7, dtype="bfloat16", **ranks(2))
+    without = generate(engine, prompts)
+    engine.set_plan(speculate="5")
+    try:
+        before = engine.batch_stats()["counters"].get("drafts_accepted", 0)
+        assert generate(engine, prompts) == without
+        stats = engine.batch_stats()
+    finally:
+        engine.set_plan(speculate="off")
+    assert stats["counters"]["drafts_accepted"] > before
+    assert stats["free_pages"] == stats["total_pages"]
+
+
 def test_an_aborted_request_frees_its_pages_on_whichever_rank_it_is(
     batch_engine: Callable[..., Any], prompts: Prompts
 ) -> None:

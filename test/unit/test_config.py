@@ -51,6 +51,8 @@ OTHER = {
     "ready_ahead": 2.0,
     "share_prefixes": False,
     "mix_prefill": 64,
+    "speculate": "4",
+    "drafter": "drafts:of_corpus",
     "overlap": "on",
     "plan": "off",
     "workload": "64:32x8",
@@ -65,8 +67,8 @@ OTHER = {
     "token_dispatcher": "gloo",
     "rank_timeout_s": 30.0,
 }
-# Values that can be combined: mixing needs accumulation, and no overlap.
-TOGETHER = {**OTHER, "mix_prefill": 0}
+# Values that can be combined: mixing needs accumulation, and neither it nor drafting goes with overlap.
+TOGETHER = {**OTHER, "mix_prefill": 0, "overlap": "off"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -136,7 +138,9 @@ def test_every_option_reaches_its_owner():
             order="longest-first",
             admission="forecast",
             share_prefixes=False,
-            overlap="on",
+            speculate="4",
+            drafter="drafts:of_corpus",
+            overlap="off",
             plan="off",
             workload="64:32x8",
         ),
@@ -253,6 +257,24 @@ def test_a_process_may_take_its_device_budget_and_a_store_in_memory():
     assert from_mapping(budget).memory.process_bytes == 3 << 30
     assert from_mapping({**budget, "kv_store_dir": "d"}).memory.process_bytes == 2 << 30
     assert from_mapping({"kv_store_bytes": "1G"}).memory.process_bytes == 0
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "4.5", "on", "4 "])
+def test_speculate_takes_a_word_or_a_number_of_drafts(value):
+    with pytest.raises(ConfigError, match=f"^speculate is {value!r}; it takes auto, off, or a number of drafts"):
+        from_mapping({"speculate": value})
+
+
+def test_drafting_beside_overlap_is_refused():
+    with pytest.raises(ConfigError, match=r"^speculate is auto and overlap is on: .* leave out overlap or speculate$"):
+        from_mapping({"speculate": "auto", "overlap": "on"})
+
+
+@pytest.mark.parametrize("option", ["on_yield", "drafter"])
+@pytest.mark.parametrize("name", ["module", "module:", ":name", "module:two names", ""])
+def test_a_function_is_named_by_its_module_and_its_own_name(option, name):
+    with pytest.raises(ConfigError, match=f"^{option} is '{name}'; it takes module:name, as in "):
+        from_mapping({option: name})
 
 
 def test_keywords_are_split_into_ours_and_sglangs():

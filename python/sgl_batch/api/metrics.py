@@ -23,6 +23,17 @@ from sgl_batch.jobs.cost import EngineTime, cost_of
 _PREFIX = "sgl_batch:"
 _ENGINE_WITHIN_S = 2.0
 _PARTS_TEXT = "Where the engine's time went; idle is the time without work"
+_ENGINE_COUNTERS = (
+    "expert_calls",
+    "expert_rows",
+    "prompt_tokens",
+    "output_tokens",
+    "tokens_resumed",
+    "decode_groups",
+    "speculative_passes",
+    "drafts",
+    "drafts_accepted",
+)
 # Counter of the service -> name and help of the metric.
 _COUNTERS = {
     "lines_completed": ("lines_completed", "Request lines of jobs that have an answer"),
@@ -96,7 +107,7 @@ def _engine_metrics(stats: EngineStats) -> Iterable[Metric]:
     for part, seconds in stats.part_s.items():
         parts.add_metric([part], seconds)
     yield parts
-    for name in ("expert_calls", "expert_rows", "prompt_tokens", "output_tokens", "tokens_resumed"):
+    for name in _ENGINE_COUNTERS:
         yield _counter(f"engine_{name}", f"The engine's counter {name}, since it started", stats.counters.get(name, 0))
 
 

@@ -24,7 +24,7 @@ _BUILT_WITH: dict[str, tuple[str, ...] | None] = {
         "cpu_weight_dtype",
         "on_yield",
     ),
-    "schedule": ("order", "admission"),
+    "schedule": ("order", "admission", "drafter"),
     "memory": None,
     "ranks": None,
     "trace": None,

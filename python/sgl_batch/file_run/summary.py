@@ -26,7 +26,7 @@ def format_summary(result: RunResult) -> str:
             *_computed_twice(result.stats),
             *_sharing(result.stats),
         ]
-        lines += [*_store(result.stats), *_overflow(result.stats), *_graphs(result.stats)]
+        lines += [*_store(result.stats), *_overflow(result.stats), *_graphs(result.stats), *_drafts(result.stats)]
         lines += _time_table(result.stats)
         lines += [*_rank_table(result.stats), *_partitions(result.stats)]
         lines += _experts(result.stats)
@@ -109,7 +109,7 @@ def _store(stats: EngineStats) -> list[str]:
     steps = counters.get("decode_groups", 0)
     return [
         f"Host KV store: {suspended:,.0f} suspensions; decode streamed in {streamed:,.0f} of {steps:,.0f} steps, "
-        f"{counters.get('decode_rows', 0) / max(steps, 1):,.1f} sequences a step"
+        f"{(counters.get('decode_rows', 0) - counters.get('drafts', 0)) / max(steps, 1):,.1f} sequences a step"
     ]
 
 
@@ -133,6 +133,20 @@ def _graphs(stats: EngineStats) -> list[str]:
     return [
         f"CUDA graphs of decode steps: {captured:,.0f} captured in {format_bytes(counters.get('graph_bytes', 0))}, "
         f"{replays:,.0f} replays; {counters.get('eager_steps', 0):,.0f} steps ran kernel by kernel"
+    ]
+
+
+def _drafts(stats: EngineStats) -> list[str]:
+    """Return what drafts gave; nothing where no pass verified any."""
+    counters = stats.counters
+    passes, drafts = counters.get("speculative_passes", 0), counters.get("drafts", 0)
+    if not passes:
+        return []
+    accepted, rows = counters.get("drafts_accepted", 0), counters.get("sequences_drafted_for", 0)
+    return [
+        f"Drafts (--speculate): in {passes:,.0f} of {counters.get('decode_groups', 0):,.0f} decode passes, "
+        f"{accepted:,.0f} of {drafts:,.0f} right; {1 + accepted / max(rows, 1):.2f} tokens of a sequence in each of "
+        "these passes"
     ]
 
 

@@ -68,6 +68,10 @@ class PassResults:
         if prefilled:
             self._prompts.keep_begun()
 
+    def begin_verified_step(self, num_rows: int) -> None:
+        """Begin a step of so many rows whose tokens an earlier pass has sampled; `process` ends it."""
+        self._interval.begin_step(num_rows)
+
     def _changes_of(self, requests: list[Request], *, prefilled: bool) -> list[Transition]:
         changes = []
         for request in requests:

@@ -35,6 +35,7 @@ from sgl_batch.managers.rank_messages import Message
 from sgl_batch.managers.rank_migration import RankMigration, RankSequences
 from sgl_batch.managers.rank_partition import make_partition
 from sgl_batch.managers.rank_steps import Part, RankSteps
+from sgl_batch.managers.speculation import Speculation
 from sgl_batch.managers.steps_in_flight import StepsInFlight, is_wanted, with_copied_results
 from sgl_batch.managers.stored_migration import StoredSequences
 from sgl_batch.managers.tp_worker import BatchTpWorker
@@ -69,7 +70,7 @@ from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 from sgl_batch.sglang_adapter.types.messages import AbortRequest, PauseRequest, StateChange
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.startup.decode_setup import settle_decode
-from sgl_batch.startup.start_setup import attention_of, settle_decode_kv, settle_overlap
+from sgl_batch.startup.start_setup import attention_of, settle_decode_kv, settle_overlap, why_no_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,9 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         # SGLang bounds inputs by the size of the pool. Ours is the context; `core.admission.refusal` checks the pool.
         self.max_req_input_len = self.model_config.context_len
         self.executor, self.choices = self._settled(context)
+        runner = self.tp_worker.model_runner
+        obstacle = why_no_drafts(runner, context)
+        self._speculation = Speculation(self, self.executor, context, runner, obstacle=obstacle)
         self.in_flight = StepsInFlight()
         self.tp_worker.model_runner.before_sampling = self._process_while_computing
         report_grammar_failures(self)
@@ -312,11 +316,12 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: object = None) -> BatchResult:
         """Run one forward pass for a batch and the prompts that go with it, and sample the two separately."""
         prompts, self.executor.mixed_prefill = self.executor.mixed_prefill, None
+        runner = self.tp_worker.model_runner
         if prompts is None:
-            result: BatchResult = super().run_batch(batch, pp_proxy_tensors)
+            run_pass = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
+            result: BatchResult = self._speculation.run(batch, run_pass)
             self._note_choices([batch])
             return result
-        runner = self.tp_worker.model_runner
         runner.mix_prefill(forward_batch_of(self, prompts, runner))
         result = super().run_batch(batch, pp_proxy_tensors)
         self._note_choices([batch, prompts])
@@ -340,6 +345,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             self.in_flight.submit(with_copied_results(batch, result, self._process_results), depth=_OVERLAP_DEPTH)
         else:
             self._process_results(batch, result)
+            for step, step_result in self._speculation.further_steps(batch):
+                self._process_results(step, step_result)
         if prompts is not None:
             self._process_results(*prompts)
 

@@ -68,9 +68,11 @@ __all__ = [
     "intercept_controls",
     "keep_prefix",
     "limits_request_time",
+    "make_repeatable",
     "mark_aborted",
     "merge_into",
     "needs_whole_prompt",
+    "new_batch",
     "prefill_batch",
     "protect_prefix",
     "retract",
@@ -114,7 +116,8 @@ _OWN_PROMPT = (
 )
 
 
-def _new_batch(scheduler: SGLangScheduler, requests: list[Request]) -> ScheduleBatch:
+def new_batch(scheduler: SGLangScheduler, requests: list[Request]) -> ScheduleBatch:
+    """Make a batch of requests whose tensors the caller sets."""
     batch: ScheduleBatch = SGLangBatch.init_new(
         requests,
         scheduler.req_to_token_pool,
@@ -127,7 +130,7 @@ def _new_batch(scheduler: SGLangScheduler, requests: list[Request]) -> ScheduleB
     return batch
 
 
-def _make_repeatable(batch: ScheduleBatch) -> None:
+def make_repeatable(batch: ScheduleBatch) -> None:
     """Give the sampler each row's seed and parameters, and penalties a fixed order.
 
     SGLang itself sets seeds only in its deterministic mode, and keeps penalties in a set of classes, whose order
@@ -172,7 +175,7 @@ def prefill_batch(scheduler: SGLangScheduler, requests: list[Request], ends: Map
         end = ends.get(request.rid, tokens)
         request.set_extend_range(len(request.prefix_indices), end)
         request.inflight_middle_chunks = int(end < tokens)
-    batch = _new_batch(scheduler, requests)
+    batch = new_batch(scheduler, requests)
     batch.prepare_for_extend()
     for request in requests:
         request.is_retracted = len(request.output_ids) > 0  # tells SGLang that this pass gives it no token
@@ -183,13 +186,13 @@ def prefill_batch(scheduler: SGLangScheduler, requests: list[Request], ends: Map
         num_running_reqs=QueueCount.from_reqs(scheduler.running_batch.reqs, False),
         num_new_seqs=len(requests),
     )
-    _make_repeatable(batch)
+    make_repeatable(batch)
     return batch
 
 
 def decode_batch(scheduler: SGLangScheduler, requests: list[Request]) -> ScheduleBatch:
     """Make a decode batch of requests that are prefilled and have at least one token, in this order."""
-    batch = _new_batch(scheduler, requests)
+    batch = new_batch(scheduler, requests)
     device = batch.device
     lengths = [request.kv_committed_len for request in requests]
     batch.forward_mode = ForwardMode.DECODE
@@ -206,7 +209,7 @@ def decode_batch(scheduler: SGLangScheduler, requests: list[Request]) -> Schedul
         batch.token_ids_logprobs = [request.logprob.token_ids_logprob for request in requests]
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
     _recall_penalties(batch)
-    _make_repeatable(batch)
+    make_repeatable(batch)
     last_tokens = upload([request.output_ids[-1] for request in requests], torch.int64, device)
     scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last_tokens))
     return batch

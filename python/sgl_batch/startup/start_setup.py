@@ -19,6 +19,7 @@ from sgl_batch.core.start_choices import (
     earlier_choices,
     taken_over,
 )
+from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.kv_offload.kv_tiers import KVTiers
 from sgl_batch.kv_offload.store_errors import CopyError
 from sgl_batch.model_executor.model_runner import BatchModelRunner
@@ -69,6 +70,19 @@ def settle_overlap(context: RunContext, decode: Choice, *, deterministic: bool) 
         return taken_over(earlier)
     step_s, host_s = step_of(decode)
     return choose_overlap(step_s, host_s, obstacle=obstacle)
+
+
+def why_no_drafts(runner: BatchModelRunner, context: RunContext) -> str | None:
+    """Return why decode steps verify no drafts in this engine; None if they can."""
+    own_rows = context.cpu_operators is not None and native_kernels() is not None and runner.layer_runner is not None
+    reasons = {
+        "only the native CPU kernels, for a model with an adapter, give a row the same result in a pass of any size": (
+            not own_rows
+        ),
+        "the choices of experts are kept by step (--enable-return-routed-experts)": runner.expert_choices is not None,
+        "the callback of --on-yield expects a row of each sequence": context.config.forward.on_yield is not None,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def settle_decode_kv(context: RunContext, tiers: KVTiers | None, decode: Choice, *, deterministic: bool) -> Choice:

@@ -111,6 +111,21 @@ def test_the_summary_shows_the_decode_steps_that_ran_as_graphs():
     assert "CUDA graphs" not in format_summary(result(stats=EngineStats(counters={"eager_steps": 768})))
 
 
+def test_the_summary_shows_what_drafts_gave():
+    counters = {
+        "speculative_passes": 200,
+        "decode_groups": 1000,
+        "drafts": 1200,
+        "drafts_accepted": 600,
+        "sequences_drafted_for": 300,
+    }
+    assert (
+        "Drafts (--speculate): in 200 of 1,000 decode passes, 600 of 1,200 right; 3.00 tokens of a sequence in each of "
+        "these passes" in format_summary(result(stats=EngineStats(counters=counters))).splitlines()
+    )
+    assert "Drafts" not in format_summary(result(stats=EngineStats(counters={"decode_groups": 1000})))
+
+
 def test_failures_are_grouped_by_code_with_their_first_line():
     failures = Failures()
     for line in range(7, 12):

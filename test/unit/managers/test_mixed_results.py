@@ -17,6 +17,7 @@ def test_prompts_take_shared_pages_before_finished_decode_rows_free_them():
             results=SimpleNamespace(before_prefill=lambda batch: done.append(f"{batch.name} take pages"))
         ),
         _results_can_wait=lambda batch: False,
+        _speculation=SimpleNamespace(further_steps=lambda batch: []),
         _process_results=lambda batch, result: done.append(f"{batch.name}: results {result}"),
     )
 

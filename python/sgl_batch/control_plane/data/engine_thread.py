@@ -183,7 +183,8 @@ class EngineThread:
         """Log how full the engine was. It has no row now: between two runs of rows, or at their end."""
         states = await engine.tokenizer_manager.get_internal_state()
         counters = merged_stats([state["sgl_batch"] for state in states])["counters"]
-        decoded = counters.get("decode_rows", 0) / max(counters.get("decode_groups", 0), 1)
+        decoded_rows = counters.get("decode_rows", 0) - counters.get("drafts", 0)
+        decoded = decoded_rows / max(counters.get("decode_groups", 0), 1)
         rows = self.occupancy
         logger.setLevel(logging.INFO)
         logger.info(

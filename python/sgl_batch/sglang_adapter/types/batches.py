@@ -77,6 +77,15 @@ class ScheduleBatch(Protocol):
     orig_seq_lens: torch.Tensor
     """The same [B], int32."""
 
+    seq_lens_sum: int | None
+    """Their sum; None until a pass needs it."""
+
+    input_ids: torch.Tensor | None
+    """The tokens of the next pass [T], int64; None where they are in the relay of the last step."""
+
+    out_cache_loc: torch.Tensor
+    """KV indices of the tokens of the next pass [T], int64."""
+
     def is_empty(self) -> bool:
         """Return whether it has no requests."""
 
@@ -107,6 +116,9 @@ class BatchResult(Protocol):
     """The results of a pass (SGLang's GenerationBatchResult)."""
 
     logits_output: LogitsOutput
+    next_token_ids: torch.Tensor
+    """The sampled tokens [B], int64."""
+
     copy_done: torch.Event | None
     """The event after which the host has the results; None if there is nothing to wait for."""
 
