@@ -59,6 +59,7 @@ def test_the_checks_see_a_violation():
 READS_GLOBAL_RANK = {
     "sgl_batch.distributed.rank_context",
     "sgl_batch.kv_offload.kv_tiers",
+    "sgl_batch.managers.rank_all_gather",
     "sgl_batch.managers.rank_heartbeat",
     "sgl_batch.managers.rank_migration",
     "sgl_batch.managers.rank_partition",

@@ -19,15 +19,14 @@ from sgl_batch.core.plan_change import PlanChange
 from sgl_batch.core.rank_agreement import Migration
 from sgl_batch.core.start_choices import OFF, StartChoices, line_of
 from sgl_batch.distributed.rank_context import RankContext
-from sgl_batch.distributed.shared_memory import shared_regions
-from sgl_batch.distributed.shared_memory_all_gather import ALL_GATHER_BYTES, SharedMemoryAllGather
 from sgl_batch.errors import ConfigError
-from sgl_batch.kernel_loader import kernels_in_use, native_kernels
+from sgl_batch.kernel_loader import kernels_in_use
 from sgl_batch.kv_offload.kv_choice import kv_form
 from sgl_batch.kv_offload.kv_tiers import KVTiers
 from sgl_batch.kv_offload.overflow_store import overflow_directory
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.plan_changes import PlanChanges
+from sgl_batch.managers.rank_all_gather import join_all_gather
 from sgl_batch.managers.rank_callbacks import callbacks_of
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
@@ -156,7 +155,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             migration=Migration(ranks.migration),
             callbacks=callbacks_of(ranks) if decides else BUILT_IN,
             timeout_s=_STEP_TIMEOUT_S,
-            all_gather=self._all_gather(rank_context),
+            all_gather=join_all_gather(rank_context, ranks.token_dispatcher, timeout_s=_STEP_TIMEOUT_S),
             trace=self._trace,
         )
         migrates = partial(
@@ -172,14 +171,6 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         if self._tiers is None and self.tp_worker.model_runner.shares_passes and not limits_request_time():
             partition = make_partition(self, self.executor, rank_context, group.all_done, self.context.counters)
         return RankSteps(self.executor, group, migration, self._plan_changes.at_boundary, partition)
-
-    def _all_gather(self, rank_context: RankContext) -> SharedMemoryAllGather | None:
-        """Return the ranks' all-gather through shared memory, or None where they share no memory."""
-        kernels = native_kernels()
-        if kernels is None or self.context.config.ranks.token_dispatcher == "gloo":
-            return None
-        regions = shared_regions(rank_context.process_group("all-gather", "gloo"), ALL_GATHER_BYTES)
-        return SharedMemoryAllGather(regions, rank_context.rank, kernels, timeout_s=_STEP_TIMEOUT_S)
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = BatchTpWorker(

@@ -105,6 +105,9 @@ class Speculation:
                 logger.warning("speculate is %s, and no step drafts tokens: %s", wanted, self._obstacle)
             self._said = True
             return False
+        # The ranks of a partition run the same rows; how many drafts pay is measured by each rank for itself.
+        if self._executor.table.partition:
+            return False
         small = batch.forward_mode.is_decode() and len(batch.reqs) < MOST_ROWS
         return small and self._executor.overlaps and can_verify(batch)
 

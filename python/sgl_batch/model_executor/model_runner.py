@@ -379,15 +379,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def partition_over(self, ranks: Sequence[int] | None) -> None:
         """Share the following passes with these attention ranks, this one among them, which run them too; None ends it.
 
-        It is collective when these ranks share passes for the first time. Raises ConfigError where passes cannot be
-        shared.
+        It is collective when these ranks share passes for the first time. Ranks must be able to (`shares_passes`).
         """
         runner, sets = self.layer_runner, self._partition_sets
-        if ranks is None and (runner is None or sets is None):
-            return
-        assert runner is not None, "a model without an adapter computes no pass of ours"
-        assert sets is not None, "one rank shares its passes with no other"
-        runner.partition = None if ranks is None else sets.of(ranks)
+        assert ranks is None or (runner is not None and sets is not None), "this rank shares its passes with no other"
+        if runner is not None and sets is not None:
+            runner.partition = None if ranks is None else sets.of(ranks)
 
     def set_expert_calls(self, calls: int) -> None:
         """Set how many expert calls each layer makes on every rank in the next forward pass."""

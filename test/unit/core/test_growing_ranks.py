@@ -19,7 +19,7 @@ from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_
 from sgl_batch.core.replay import replay
 
 # Jobs in which sequences move, outgrow their reservations and give way; and the pages to which they can.
-OVERFLOW_PAGES = {4: 0, 9: 20, 12: 1000}
+OVERFLOW_PAGES = {3: 20, 4: 0, 9: 20, 12: 1000}
 
 
 def grown(state: RankState, **fields) -> RankState:
