@@ -65,12 +65,18 @@ def batch_of(*requests: Any) -> Any:
 
 
 def speculation_of(
-    speculate: str, *, overlaps: bool = True, obstacle: str | None = None, rank_context: Any = None
+    speculate: str,
+    *,
+    overlaps: bool = True,
+    obstacle: str | None = None,
+    rank_context: Any = None,
+    partition: frozenset[int] = frozenset(),
 ) -> tuple[Speculation, SimpleNamespace]:
     counted = SimpleNamespace(steps=[], counters=Counters())
     executor: Any = SimpleNamespace(
         plan=SimpleNamespace(page_size=64, decode=SimpleNamespace(expert_rows=3)),
         overlaps=overlaps,
+        table=SimpleNamespace(partition=partition),
         count_step=lambda: counted.steps.append("step"),
         results=SimpleNamespace(begin_verified_step=counted.steps.append),
     )
@@ -109,6 +115,12 @@ def test_right_drafts_give_a_step_each_and_end_with_the_first_wrong_one():
         "drafts": 6,
         "drafts_accepted": 3,
     }
+
+
+def test_ranks_of_a_partition_draft_nothing():
+    one, counted = speculation_of("3", partition=frozenset({0, 1}))
+    answer(one, batch_of(sequence(0, [3])), Passes())
+    assert counted.steps == []
 
 
 def test_a_sequence_that_ends_in_a_step_has_none_of_the_later_ones():
