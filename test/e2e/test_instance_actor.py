@@ -137,6 +137,17 @@ def tree_of(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+async def scheduler_in(pid: int) -> psutil.Process:
+    """Return the scheduler below a process. It has its title some time after it began."""
+    for _ in range(10 * int(WITHIN_S)):
+        found = [one for one in tree_of(pid) if "scheduler" in " ".join(one.cmdline())]
+        if found:
+            return found[0]
+        await asyncio.sleep(0.1)
+    titles = [one.cmdline()[:2] for one in tree_of(pid)]
+    raise AssertionError(f"no scheduler among {titles}")
+
+
 def run(scenario: Awaitable[None]) -> None:
     async def bounded() -> None:
         await asyncio.wait_for(scenario, 2 * WITHIN_S)
@@ -168,7 +179,7 @@ async def _lives(cluster: Cluster, directory: Path, model: Path) -> None:
     assert await member.known() == (long.key,)
     tree = tree_of(presence.pid)
     assert {tuple(process.cpu_affinity()) for process in tree} == {(min(os.sched_getaffinity(0)),)}
-    next(process for process in tree if "scheduler" in " ".join(process.cmdline())).send_signal(signal.SIGKILL)
+    (await scheduler_in(presence.pid)).send_signal(signal.SIGKILL)
     report = await until(member, lambda report: bool(report.deaths), after_answer=2)
     (death,) = report.deaths
     assert death == EngineDeath(1, death.message, None, (long.key,))

@@ -22,7 +22,7 @@ from .conftest import FAMILIES
 
 pytestmark = pytest.mark.engine
 
-FAULT = rf"ZeroDivisionError: {failing_callbacks.FAULT} \(sgl_batch/model_executor/yield_callback\.py:\d+\)"
+FAULT = rf"ZeroDivisionError: {failing_callbacks.FAULT} \(sgl_batch/[a-z_/]+\.py:\d+\)"
 TRACEBACK = r"; its traceback is in (\S+)$"
 GREEDY = {"temperature": 0, "max_new_tokens": 2}
 

@@ -278,7 +278,7 @@ def decide_group(
 
 def _for_tests(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> GroupDecision:
     """Move or partition all that can be, at a boundary without prefill."""
-    ends = ends_of(ranks)
+    ends = ends_of(ranks) if migration is Migration.PARTITION or anything_waits(ranks) else ()
     partitions = at_every_other_boundary(ranks, plan) if migration is Migration.PARTITION and not ends else ()
     ranks = without_replicas(ranks, ends)
     own = [_at_boundary(rank, plan) for rank in ranks]
