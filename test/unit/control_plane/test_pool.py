@@ -22,6 +22,7 @@ URL = "/v1/completions"
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     monkeypatch.setattr(pool_module, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(pool_module, "_LONG_PAUSE_S", 0.001)
 
 
 @asynccontextmanager
