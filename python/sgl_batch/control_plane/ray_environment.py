@@ -13,8 +13,15 @@ from pathlib import Path
 from sgl_batch.errors import ConfigError
 
 _MODE, _TOKEN, _TOKEN_PATH, _TMPDIR = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"
-# No reports home; and Ray would run its workers, with our engines in them, at nice 15.
-_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+# No reports home; and Ray would run its workers, with our engines in them, at nice 15. What Ray would measure for its
+# dashboard, which is not started, costs a percent of a core.
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_event_stats": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_metrics_collection": "0",
+}
 # What Ray appends to the directory for its sockets. The kernel takes 107 characters.
 _LONGEST_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.99"
 LONGEST_DIRECTORY = 107 - len(_LONGEST_SOCKET)
