@@ -40,9 +40,11 @@ class FakeEngine:
         self.partial_outputs: dict[str, PartialOutput] = {}
         self.num_started = 0
         self.num_begun = 0
+        self.counters: dict[str, float] = {}
 
     async def stats(self) -> EngineStats:
-        return EngineStats(sequences={"QUEUED": len(self.waiting) - self.num_begun})
+        queued = len(self.waiting) - self.num_begun
+        return EngineStats(counters=self.counters, sequences={"QUEUED": queued, "RUNNING": self.num_begun})
 
     async def respond_packed(self, url: str, body: bytes, partial_output: PartialOutput | None = None) -> Answer:
         assert partial_output is not None
@@ -303,6 +305,19 @@ def test_lines_that_the_engine_has_begun_are_taken_back_only_by_their_keys(tmp_p
         await asyncio.sleep(0)
         assert await one.server.take_back(2, ("b", "d", "x")) == ("b",)
         assert await one.answers("a", "c") == ["a", "c"]
+
+    with_instance(tmp_path, scenario)
+
+
+def test_lines_that_the_next_prefill_pass_begins_are_not_taken_back(tmp_path: Path) -> None:
+    async def scenario(one: Instance) -> None:
+        await one.submit(*"abcdefgh")
+        one.engine.num_begun = 2
+        one.engine.counters = {"prefill_groups": 3, "sequences_finished": 10}
+        assert await one.server.take_back(8) == ("h", "g")
+        await asyncio.sleep(0)
+        assert await one.server.take_back(8) == ()
+        assert await one.answers(*"abcdef") == list("abcdef")
 
     with_instance(tmp_path, scenario)
 

@@ -6,6 +6,7 @@ It computes what it was given also while no pool asks. Its engine is kept runnin
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -144,7 +145,7 @@ class InstanceServer:
         """Abort up to so many lines that the engine has not begun, the last ones first; or those of `among`.
 
         Returns their keys. The engine says how many it has not begun; with an order policy of its own these need not
-        be the last ones.
+        be the last ones. As many as it takes into a prefill pass stay: before it hears of the abort, it begins them.
         """
         if among:
             return self._lines.give_up(among)
@@ -155,7 +156,8 @@ class InstanceServer:
             stats = await asyncio.wait_for(engine.stats(), _COUNT_WITHIN_S)
         except (EngineError, TimeoutError):
             return ()
-        return self._lines.take_back(min(count, stats.sequences.get("QUEUED", 0)))
+        queued = stats.sequences.get("QUEUED", 0)
+        return self._lines.take_back(max(0, min(count, queued - _begun_at_once(stats, queued))))
 
     async def cancel(self, keys: tuple[str, ...]) -> None:
         """Abort lines."""
@@ -271,3 +273,11 @@ class InstanceServer:
         if self._spool.message is not None:
             messages.append(self._spool.message)
         return "; ".join(messages) or None
+
+
+def _begun_at_once(stats: EngineStats, queued: int) -> int:
+    """Return how many sequences the ranks of an engine begin together in a pass, on average; 0 before the first."""
+    passes = stats.counters.get("prefill_groups", 0)
+    ended = stats.counters.get("sequences_finished", 0) + stats.counters.get("sequences_aborted", 0)
+    begun = ended + sum(stats.sequences.values()) - queued
+    return math.ceil(begun / passes * max(1, len(stats.ranks))) if passes else 0
