@@ -310,6 +310,12 @@ class RankConfig:
         "that have ended",
         minimum=0,
     )
+    partition_prompt_tokens: int = _flag(
+        0,
+        "let all ranks compute a prompt of at least so many tokens together when no other prompt is to be computed; 0: "
+        "never (see `Partitions` in docs/ranks.md)",
+        minimum=0,
+    )
     token_dispatcher: str = _flag(
         "auto",
         "how tokens reach the ranks of their experts: shared (memory of one machine, CPU), gloo (CPU), nccl (GPU) or "

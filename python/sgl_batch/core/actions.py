@@ -168,6 +168,8 @@ class Partition:
     It is for the long tail, when few sequences are left. Each sequence runs on one of the ranks, which goes on to own
     it; the others get replicas. The ranks run nothing else. The sequences are in the order of the rows of the decode
     batch. It is in the action list of every rank of the group. If a replica cannot be made, nothing changes.
+
+    In a prefill phase it is of the one prompt that is computed, for its pass alone (core/prompt_partition).
     """
 
     sequences: tuple[SequenceState, ...]

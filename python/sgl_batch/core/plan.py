@@ -47,6 +47,8 @@ class Plan:
     partition_below: where no modelled cost is known, the last sequences are partitioned over ranks when at most so
         many are left on all ranks; 0 for never.
     partition_least_tokens: and only if one of them is expected to generate at least so many tokens yet.
+    partition_prompt_tokens: all ranks compute a prompt of at least so many tokens together, where only one of them has
+        a prompt to compute; 0 for never.
     """
 
     prefill: PhasePlan
@@ -59,6 +61,7 @@ class Plan:
     mix_prefill: int = 0
     partition_below: int = 0
     partition_least_tokens: int = 512
+    partition_prompt_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, as records and manifests hold it."""
@@ -108,6 +111,7 @@ def make_plan(
         mix_prefill=schedule.mix_prefill,
         partition_below=config.ranks.partition_below,
         partition_least_tokens=config.ranks.partition_least_tokens,
+        partition_prompt_tokens=config.ranks.partition_prompt_tokens,
     )
 
 

@@ -30,6 +30,7 @@ from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_bounda
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.partition import anything_waits, at_every_other_boundary, ends_of, without_replicas
 from sgl_batch.core.plan import Plan, num_expert_calls
+from sgl_batch.core.prompt_partition import shared_prompt
 from sgl_batch.core.rank_moves import Migration as Migration
 from sgl_batch.core.rank_moves import Move as Move
 from sgl_batch.core.rank_moves import as_migrates, moves_of
@@ -238,7 +239,7 @@ class GroupDecision:
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
-        """The partitions that begin."""
+        """The partitions that begin: of running sequences or, in a prefill phase, of the prompt that all share."""
         return tuple(action for action in self.actions[0] if isinstance(action, Partition))
 
     @property
@@ -360,7 +361,8 @@ def _prefill_phase(
         parts.append(Prefill(units=units, rest=rest) if units or rest else Idle())
     rows = max(_prefill_rows(part) for part in parts)
     calls = num_expert_calls(rows, plan.prefill)
-    return GroupDecision(actions=tuple((*ends, part) for part in parts), busy=True, prefill=True, expert_calls=calls)
+    same: Actions = (*ends, *shared_prompt(ranks, parts, plan))
+    return GroupDecision(actions=tuple((*same, part) for part in parts), busy=True, prefill=True, expert_calls=calls)
 
 
 def _prefill_rows(action: BoundaryAction) -> int:

@@ -53,12 +53,13 @@ class PassResults:
             requests: the requests of `batch` that have a result of it. Others ended while the pass was under way.
         """
         prefilled = batch.forward_mode.is_extend()
+        replicas = self._table.num_replicas and sum(self._table.is_replica(one.rid) for one in requests)
         if prefilled:
-            self._prompts.count_results(batch, requests)
+            if not replicas:  # the owner of a replica counts its prompt
+                self._prompts.count_results(batch, requests)
         else:
             self._kv.end_pass(batch)
             self._interval.end_step()
-            replicas = self._table.num_replicas and sum(self._table.is_replica(one.rid) for one in requests)
             self._counters.add("output_tokens", len(requests) - replicas)
         self._table.record(self._changes_of(requests, prefilled=prefilled))
         for request in requests:

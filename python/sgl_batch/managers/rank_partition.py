@@ -20,6 +20,7 @@ from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_messages import PartitionRow
+from sgl_batch.managers.rank_prompts import PromptMessage, RankPrompts
 from sgl_batch.managers.replicas import ReplicaStore
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.migration import messages, migrator
@@ -36,7 +37,10 @@ _MADE = frozenset({Result.ADOPTED, Result.RELEASED})
 
 
 class RankPartition:
-    """One rank's part in partitions. `all_done`: the agreement of all ranks, as `RankGroup.all_done`."""
+    """One rank's part in partitions.
+
+    `all_done`: the agreement of all ranks, as `RankGroup.all_done`. `prompts`: its part in those of a prompt.
+    """
 
     def __init__(
         self,
@@ -46,7 +50,9 @@ class RankPartition:
         all_done: Callable[[bool], bool],
         counters: Counters,
         rank: int,
+        prompts: RankPrompts,
     ) -> None:
+        self.prompts = prompts
         self._scheduler, self._executor, self._table = scheduler, executor, executor.table
         self._copies, self._all_done, self._counters, self._rank = copies, all_done, counters, rank
         self._boundary = 0
@@ -137,4 +143,6 @@ def make_partition(
         step_timeout_s=_STEP_TIMEOUT_S,
     )
     copies = migrator.Migrator(ends, copies=True)
-    return RankPartition(scheduler, executor, copies, all_done, counters, rank_context.rank)
+    channel = rank_context.channel("prompts", PromptMessage)
+    prompts = RankPrompts(scheduler, executor.table, channel, all_done, counters)
+    return RankPartition(scheduler, executor, copies, all_done, counters, rank_context.rank, prompts)

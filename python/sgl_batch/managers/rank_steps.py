@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission, note_expected
@@ -28,6 +28,7 @@ class Part:
 
     `takes_part`: whether the step has exchanges between ranks, in which a rank without rows takes part too.
     `expert_calls`: how many expert calls each layer makes, the same on all ranks. `idles`: no rank has anything to do.
+    `shared_by`: the ranks that compute this prompt together; empty if the batch is this rank's alone, or of decode.
     """
 
     batch: ScheduleBatch | None
@@ -35,6 +36,7 @@ class Part:
     takes_part: bool
     expert_calls: int = 1
     idles: bool = False
+    shared_by: Sequence[int] = ()
 
 
 class RankSteps:
@@ -120,11 +122,8 @@ class RankSteps:
             if any(self._group.rank in ranks for ranks in actions.ends):
                 running = self._partitioned.end(running)
         self._held = actions.held
-        batch = None
         if actions.prefill:
-            if actions.units or executor.begun is not None:
-                batch = executor.prefill(executor.assign_tier(self._units(actions), running))
-            return Part(batch=batch, running=running, takes_part=True, expert_calls=actions.expert_calls)
+            return self._prefill(actions, running)
         if actions.moves:
             with executor.clock.part("boundary"):
                 moves = [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in actions.moves]
@@ -141,6 +140,21 @@ class RankSteps:
             executor.begin_interval(running, began)
             return Part(batch=None, running=running, takes_part=False)
         return self._refill(actions, running, began)
+
+    def _prefill(self, actions: BoundaryActions, running: ScheduleBatch) -> Part:
+        """Return this rank's part of a prefill phase: its own prompts, or the replica of one that all ranks share."""
+        executor, batch, shared_by = self._executor, None, list[int]()
+        if actions.partitions:
+            (partition,) = actions.partitions
+            with executor.clock.part("boundary"):
+                shared_by = partition.ranks if self._partitioned.prompts.begin(partition) else []
+                executor.clock.shift(self._group.take_waited_s(), source="boundary", target="stall")
+        if actions.units or executor.begun is not None:
+            batch = executor.prefill(executor.assign_tier(self._units(actions), running))
+        elif shared_by:
+            batch = self._partitioned.prompts.batch()
+        calls = actions.expert_calls
+        return Part(batch=batch, running=running, takes_part=True, expert_calls=calls, shared_by=shared_by)
 
     @property
     def _partitioned(self) -> RankPartition:

@@ -299,7 +299,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         runner = self.tp_worker.model_runner
         self._group_idles = part.idles
         runner.set_expert_calls(part.expert_calls)
-        runner.partition_over(sorted(self.executor.table.partition) or None)
+        runner.partition_over(part.shared_by or sorted(self.executor.table.partition) or None)
         if part.takes_part and part.batch is None:
             runner.forward_without_rows()
         return NextBatchPlan(batch_to_run=part.batch, running_batch=part.running)

@@ -19,7 +19,18 @@ with bootstrap.importing():
     from sglang.srt.mem_cache.common import release_kv_cache
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-__all__ = ["attach", "movable", "progress_of", "rebuild", "release", "remove_from_batch", "replicable", "sampling_of"]
+__all__ = [
+    "attach",
+    "movable",
+    "progress_of",
+    "prompt_replica",
+    "rebuild",
+    "release",
+    "remove_from_batch",
+    "replicable",
+    "sampling_of",
+    "shares_prompt",
+]
 
 # The plain values of a request that its constructor takes, and those that are set on it afterwards: what the output
 # streamer and the detokenizer need, its reasoning, and what its answer reports.
@@ -56,8 +67,19 @@ _ROOTED = (
 
 def movable(request: Request) -> bool:
     """Return whether all of a request can be written as plain data."""
-    rooted = any(getattr(request, name, None) for name in _ROOTED)
-    return not rooted and not request.sampling_params.custom_params and bool(request.output_ids)
+    return not _is_rooted(request) and bool(request.output_ids)
+
+
+def _is_rooted(request: Request) -> bool:
+    return any(getattr(request, name, None) for name in _ROOTED) or bool(request.sampling_params.custom_params)
+
+
+def shares_prompt(request: Request) -> bool:
+    """Return whether the tokens of a new request are all that another rank needs to compute its prompt as well.
+
+    Log probabilities take rows of the last product that the other rank would not have.
+    """
+    return not (_is_rooted(request) or request.output_ids or request.return_logprob)
 
 
 def replicable(request: Request) -> bool:
@@ -103,6 +125,22 @@ def rebuild(
         setattr(request, name, progress[name])
     request.kv_committed_len = position
     put_back_results(request, progress["results"])
+    return request
+
+
+def prompt_replica(scheduler: SGLangScheduler, rid: str, tokens: list[int]) -> Request:
+    """Return a request that computes the same rows as the prompt of these tokens, and ends with its first token."""
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    sampling.normalize(None)
+    request: Request = Req(
+        rid,
+        "",
+        array("q", tokens),
+        sampling,
+        eos_token_ids=scheduler.model_config.hf_eos_token_id,
+        vocab_size=scheduler.model_config.vocab_size,
+    )
+    request.tokenizer = scheduler.tokenizer
     return request
 
 

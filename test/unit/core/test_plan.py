@@ -68,6 +68,7 @@ def test_a_plan_keeps_what_fits():
         "mix_prefill": 6,
         "partition_below": 0,
         "partition_least_tokens": 512,
+        "partition_prompt_tokens": 0,
     }
     assert plan.mixed == PhasePlan(b_attn=2, b_moe=16)
 

@@ -1,4 +1,4 @@
-"""Owns partitions of virtual ranks: replicas are made together or not at all, decode with their set, and go."""
+"""Owns partitions of virtual ranks: replicas are made together or not at all, run with their set, and go."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from virtual_sequences import Running
+from virtual_sequences import Batch, Running
 
 from sgl_batch.core.actions import Partition
 from sgl_batch.core.coroutine import Event, advance
@@ -73,6 +73,29 @@ def end(rank: VirtualRank, number: int, running: Running) -> Running:
     for one in running.reqs:
         partition(one, frozenset((number,)), "")
     return running
+
+
+def prompt_replicas(ranks: Sequence[VirtualRank], whole: Partition, takes: Callable[[str], bool]) -> dict[int, Batch]:
+    """Return the batches of the ranks that get a replica of a prompt, by rank; none if a rank refuses it."""
+    (prompt,) = whole.sequences
+    if not takes(prompt.sequence_id):
+        return {}
+    return {
+        number: _prompt_replica(ranks[number], prompt)
+        for number in whole.ranks
+        if prompt.sequence_id not in ranks[number].queued
+    }
+
+
+def _prompt_replica(rank: VirtualRank, prompt: SequenceState) -> Batch:
+    replica = replace(prompt, status=Status.MIGRATING, max_new_tokens=1, arrival=rank.next_arrival(), prompt_group=None)
+    pages = rank.ledger.whole_pages(replica)
+    assert rank.ledger.fits(pages), "a prompt is shared where all ranks have pages for it"
+    assert rank.state(rank.running).free_request_slots, "and a request slot"
+    assert not rank.ledger.has_waiting, "those that wait for pages come first"
+    rank.ledger.reserve(replica.sequence_id, pages, whole=pages)
+    advance(replica, Event.REPLICATE, "")
+    return Batch(decode=False, sequences=(replica,), rows=replica.prompt_tokens)
 
 
 def check(ranks: Sequence[VirtualRank]) -> None:

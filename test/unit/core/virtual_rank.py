@@ -383,9 +383,9 @@ class VirtualRank:
 
     def _after_replica(self, replica: SequenceState, fate: Fate) -> None:
         replica.generated_tokens += 1
-        if fate.aborted or replica.generated_tokens == fate.left + fate.generated:
+        if fate.aborted or replica.generated_tokens in (fate.left + fate.generated, replica.max_new_tokens):
             advance(replica, Event.ABORT if fate.aborted else Event.FINISH, "")
-            self.running.reqs.remove(replica)
+            self.running.reqs[:] = [one for one in self.running.reqs if one is not replica]
             self._let_go(replica)
 
     def next_arrival(self) -> int:

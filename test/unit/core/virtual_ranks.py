@@ -62,6 +62,7 @@ class Log:
     partitions: int = 0
     undone: int = 0
     ended_partitions: int = 0
+    prompts_shared: int = 0
     refused: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     ended_at: dict[str, int] = field(default_factory=dict)
@@ -246,12 +247,12 @@ class VirtualRanks:
                     rank.begin_interval(rank.running, 0.0)
                 self.log.boundaries += 1
                 return [Part(batch=None, enters=None) for _ in self.ranks]
+        shared = self.share_prompt(decision.partitions) if decision.prefill else {}
         parts = []
         for number, (rank, (*_, action)) in enumerate(zip(self.ranks, decision.actions, strict=True)):
             batch = None
             if decision.prefill:
-                if isinstance(action, Prefill):
-                    batch = rank.prefill(action)
+                batch = rank.prefill(action) if isinstance(action, Prefill) else shared.get(number)
             else:
                 ordered = action.sequences if isinstance(action, Refill) else ()
                 self._refill(rank, number, [sequence.sequence_id for sequence in ordered], decision.moves)
@@ -264,6 +265,7 @@ class VirtualRanks:
             enters = (kind, decision.expert_calls) if decision.busy else None
             parts.append(Part(batch=batch, enters=enters))
         self.log.boundaries += 1
+        assert not shared or len({part.batch.rows for part in parts}) == 1, "ranks that share a prompt have its rows"
         if decodes_alone:
             self.log.active.append([len(rank.running.reqs) for rank in self.ranks])
         return parts
@@ -300,6 +302,18 @@ class VirtualRanks:
             begun = virtual_partition.begin(self.ranks, partitions, lambda name: self._takes(name, self.log.steps))
             self.log.partitions += len(partitions) if begun else 0
             self.log.undone += 0 if begun else len(partitions)
+
+    def share_prompt(self, partitions: Sequence[Partition]) -> dict[int, Batch]:
+        """Return the batches of replicas of the prompt that a prefill phase computes, by rank; none if none is shared.
+
+        A replica is refused as a move is.
+        """
+        if not partitions:
+            return {}
+        (whole,) = partitions
+        shared = virtual_partition.prompt_replicas(self.ranks, whole, lambda name: self._takes(name, self.log.steps))
+        self.log.prompts_shared += bool(shared)
+        return shared
 
     def _check(self) -> None:
         virtual_partition.check(self.ranks)

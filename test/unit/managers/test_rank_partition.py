@@ -94,7 +94,7 @@ class OneRank:
             return left.pop(0)
 
         executor = SimpleNamespace(table=self.table)
-        self.partition = RankPartition(None, executor, self.copies, all_done, self.counters, rank)
+        self.partition = RankPartition(None, executor, self.copies, all_done, self.counters, rank, prompts=None)
 
     def rows(self) -> list[str]:
         return [one.rid for one in self.running.reqs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from rank_wires import MemoryChannel, all_at_once, in_memory
 from sequence_builders import plan
 from virtual_rank import VirtualRank
 from virtual_ranks import Part, VirtualRanks
-from virtual_sequences import Request, Running
+from virtual_sequences import Batch, Request, Running
 
 from sgl_batch.core.actions import Partition
 from sgl_batch.core.admission_policy import Forecast, TwoPage
@@ -71,11 +72,48 @@ class PartitionsTogether:
         return Partition(sequences=sequences, ranks=frozenset(row.ranks))
 
 
+class PromptsTogether:
+    """Stands in for `RankPrompts` on all ranks: replicas of a prompt are made when every rank has called `begin`."""
+
+    def __init__(self, ranks: ThreadedRanks, num_ranks: int) -> None:
+        self._ranks = ranks
+        self._asked: list[PartitionRow] = []
+        self.batches: dict[int, Batch] = {}
+        self._barrier = threading.Barrier(num_ranks, action=self._carry_out, timeout=SOON_S)
+
+    def begin(self, partition: PartitionRow) -> bool:
+        self._asked.append(partition)
+        self._barrier.wait()
+        return bool(self.batches)
+
+    def _carry_out(self) -> None:
+        row = self._asked[0]
+        assert all(asked == row for asked in self._asked), "all ranks share the same prompt"
+        (name,), (owner,) = row.sequence_ids, row.owners
+        whole = Partition(sequences=(self._ranks.ranks[owner].queued[name],), ranks=frozenset(row.ranks))
+        self.batches = self._ranks.share_prompt((whole,))
+        self._asked.clear()
+
+
+class OneRanksPrompts:
+    """The part of one rank in these prompts."""
+
+    def __init__(self, together: PromptsTogether, number: int) -> None:
+        self._together, self._number = together, number
+
+    def begin(self, partition: PartitionRow) -> bool:
+        return self._together.begin(partition)
+
+    def batch(self) -> Batch:
+        return self._together.batches[self._number]
+
+
 class OneRanksPartition:
     """The part of one rank in these partitions."""
 
-    def __init__(self, together: PartitionsTogether, rank: VirtualRank, number: int) -> None:
+    def __init__(self, together: PartitionsTogether, rank: VirtualRank, number: int, prompts: OneRanksPrompts) -> None:
         self._together, self._rank, self._number = together, rank, number
+        self.prompts = prompts
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -104,13 +142,14 @@ class ThreadedRanks(VirtualRanks):
         )
         together = MovesTogether(self, scenario.num_ranks)
         partitions = PartitionsTogether(self, scenario.num_ranks)
+        prompts = PromptsTogether(self, scenario.num_ranks)
         self._channels = channels
         self._steps = [
             RankSteps(
                 rank,
                 RankGroup(channel, Topology.uniform(scenario.num_ranks), migration=migration, timeout_s=SOON_S),
                 together,
-                partition=OneRanksPartition(partitions, rank, channel.rank),
+                partition=OneRanksPartition(partitions, rank, channel.rank, OneRanksPrompts(prompts, channel.rank)),
             )
             for rank, channel in zip(self.ranks, channels, strict=True)
         ]
@@ -135,6 +174,11 @@ def threaded(scenario: Scenario, migration: Migration, **growth: Any) -> Iterato
         yield ThreadedRanks(scenario, migration, channels, **growth)
 
 
+def sharing(scenario: Scenario) -> Scenario:
+    """Return a job in which all ranks share prompts of 10 tokens or more."""
+    return dataclasses.replace(scenario, plan=dataclasses.replace(scenario.plan, partition_prompt_tokens=10))
+
+
 GROWTH = {"overflow_pages": 20, "restore_steps": 3}
 
 
@@ -149,7 +193,7 @@ GROWTH = {"overflow_pages": 20, "restore_steps": 3}
 )
 def test_ranks_that_agree_over_channels_act_as_one_decision_for_all(seed, make, growth, migration):
     """The log is the same, step for step, as that of virtual ranks without messages."""
-    scenario = make(seed)
+    scenario = sharing(make(seed))
     without_messages = VirtualRanks(
         **scenario.arguments,
         migration=migration,
@@ -157,7 +201,7 @@ def test_ranks_that_agree_over_channels_act_as_one_decision_for_all(seed, make, 
     ).run()
     with threaded(scenario, migration, **growth) as ranks:
         log = ranks.run()
-    for name in ("steps", "ended_at", "moved", "partitions", "undone"):
+    for name in ("steps", "ended_at", "moved", "partitions", "undone", "prompts_shared"):
         assert getattr(log, name) == getattr(without_messages, name), name
 
 
