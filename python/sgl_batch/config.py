@@ -271,6 +271,7 @@ class MemoryConfig:
 
 
 _FUNCTION_EXAMPLES = {"on_yield": "my_callbacks:round_kv", "drafter": "my_drafts:of_corpus"}
+PARTITION_COSTS = ("kept", "measure", "off")
 MIGRATIONS = ("even", "never", "always", "partition")
 TOKEN_DISPATCHERS = ("auto", "shared", "gloo", "nccl", "deepep")
 
@@ -298,10 +299,16 @@ class RankConfig:
         "sgl_batch.core.long_tail:on_long_tail",
         metavar="MODULE:NAME",
     )
+    partition_costs: str = _flag(
+        "kept",
+        "whether ranks are partitioned by measured cost; kept: if an earlier start has measured it; measure: if none "
+        "has, this one does; off: by the limits below alone (see `Partitions` in docs/ranks.md)",
+        choices=PARTITION_COSTS,
+    )
     partition_below: int = _flag(
         0,
-        "partition the last sequences over ranks when at most so many are left on all of them and nothing waits: one "
-        "over all ranks, two on four ranks over two sets of two; 0: never (see `Partitions` in docs/ranks.md)",
+        "without known costs, partition the last sequences over ranks when at most so many are left on all of them and "
+        "nothing waits: one over all ranks, two on four ranks over two sets of two; 0: never",
         minimum=0,
     )
     partition_least_tokens: int = _flag(
@@ -313,7 +320,7 @@ class RankConfig:
     partition_prompt_tokens: int = _flag(
         0,
         "let all ranks compute a prompt of at least so many tokens together when no other prompt is to be computed; 0: "
-        "never (see `Partitions` in docs/ranks.md)",
+        "from the length on that the costs say, and never without costs",
         minimum=0,
     )
     token_dispatcher: str = _flag(

@@ -61,6 +61,7 @@ OTHER = {
     "trace_file": "trace.jsonl",
     "migration": "never",
     "partition_below": 3,
+    "partition_costs": "off",
     "partition_least_tokens": 100,
     "partition_prompt_tokens": 4096,
     "on_refill": "callbacks:fill",
@@ -148,6 +149,7 @@ def test_every_option_reaches_its_owner():
         ranks=RankConfig(
             migration="never",
             partition_below=3,
+            partition_costs="off",
             partition_least_tokens=100,
             partition_prompt_tokens=4096,
             on_refill="callbacks:fill",

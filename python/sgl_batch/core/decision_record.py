@@ -13,12 +13,13 @@ from sgl_batch.core.actions import Actions, Chunk, Join, PrefillChoices, Step
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import GroupDecision, Migration, Movable, RankState
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import of_prompt
 
-VERSION = 6
+VERSION = 7
 # The counts of a State by their names in a record.
 COUNTS = {
     "running": "running",
@@ -231,10 +232,12 @@ def group_record(
     migration: Migration,
     decision: GroupDecision,
     callbacks: Mapping[str, str] | None = None,
+    costs: PartitionCosts | None = None,
 ) -> Plain:
     """Return a decision for several ranks, as plain data, with the states that the ranks sent.
 
-    `callbacks`: the names of a user's callbacks that were in force, by what they decide.
+    `callbacks`: the names of a user's callbacks that were in force, by what they decide. `costs`: measured seconds of
+    passes that ranks share, where they were known.
     """
     return {
         "version": VERSION,
@@ -242,6 +245,7 @@ def group_record(
         "plan": plan.as_dict(),
         "migration": migration.value,
         "callbacks": dict(callbacks or {}),
+        "costs": None if costs is None else costs.as_dict(),
         "ranks": [_plain_rank(rank) for rank in states],
         "actions": plain_group(decision),
     }

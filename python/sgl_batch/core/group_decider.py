@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.group_callbacks import BUILT_IN, Callbacks
+from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankState, decide_group
 
@@ -13,11 +14,13 @@ from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankState, d
 class GroupDecider:
     """Decides for a group at each of its boundaries, in their order.
 
-    After the first wrong answer of a callback the default decides instead of it. `callbacks`: those in force.
+    After the first wrong answer of a callback the default decides instead of it. `callbacks`: those in force. `costs`:
+    measured seconds of passes that ranks share; None while they are not known.
     """
 
     def __init__(self, migration: Migration, callbacks: Callbacks = BUILT_IN) -> None:
         self.migration, self.callbacks = migration, callbacks
+        self.costs: PartitionCosts | None = None
         self._ended = EndedLengths()
 
     def decide(self, ranks: Sequence[RankState], plan: Plan) -> GroupDecision:
@@ -25,7 +28,7 @@ class GroupDecider:
         for rank in ranks:
             for length in rank.ended:
                 self._ended.add(length)
-        decision = decide_group(ranks, plan, self.migration, self.callbacks, self._ended)
+        decision = decide_group(ranks, plan, self.migration, self.callbacks, self._ended, self.costs)
         if decision.fault is not None:
             self.callbacks = self.callbacks.without(decision.fault.callback)
         return decision

@@ -6,7 +6,7 @@ rows on all ranks, as a decode step of a partition has. No KV moves, because eac
 partition ends with the pass: replicas are dropped, and the sequence goes on where it is owned.
 
 The columns of each product are gathered, so that a short prompt may be faster alone. The plan says from which length on
-prompts are shared.
+prompts are shared or, where it does not, the measured cost.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from sgl_batch.core.actions import Partition, Prefill
 from sgl_batch.core.page_boundary import BoundaryAction
 from sgl_batch.core.page_ledger import pages_for
+from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.sequence import SequenceState
 
@@ -24,16 +25,19 @@ if TYPE_CHECKING:  # it decides over the states of ranks, and rank_agreement cal
     from sgl_batch.core.rank_agreement import RankState
 
 
-def shared_prompt(ranks: Sequence[RankState], parts: Sequence[BoundaryAction], plan: Plan) -> tuple[Partition, ...]:
+def shared_prompt(
+    ranks: Sequence[RankState], parts: Sequence[BoundaryAction], plan: Plan, costs: PartitionCosts | None = None
+) -> tuple[Partition, ...]:
     """Return the partition of the only prompt that a prefill phase computes; empty if its rank computes it alone.
 
     Args:
         ranks: the state of each rank, by rank. No rank is partitioned.
         parts: by rank, its part in the phase: Prefill, or Idle for a rank without prompts.
         plan: the plan in force.
+        costs: measured seconds of passes; None if they are not known.
     """
     prompt = _only_prompt(parts)
-    least = plan.partition_prompt_tokens
+    least = plan.partition_prompt_tokens or (0 if costs is None else costs.least_prompt_tokens)
     if prompt is None or not least or prompt.prompt_tokens < least or len(ranks) < 2:
         return ()
     if not all(rank.takes_replicas for rank in ranks):

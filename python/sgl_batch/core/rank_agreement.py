@@ -29,6 +29,7 @@ from sgl_batch.core.group_view import GroupView
 from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_boundary, prefill_units
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.partition import anything_waits, at_every_other_boundary, ends_of, without_replicas
+from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan, num_expert_calls
 from sgl_batch.core.prompt_partition import shared_prompt
 from sgl_batch.core.rank_moves import Migration as Migration
@@ -254,6 +255,7 @@ def decide_group(
     migration: Migration,
     callbacks: Callbacks = BUILT_IN,
     ended: EndedLengths | None = None,
+    costs: PartitionCosts | None = None,
 ) -> GroupDecision:
     """Return what every rank does at a boundary.
 
@@ -265,15 +267,20 @@ def decide_group(
         migration: which sequences may change their rank. With ALWAYS and PARTITION no callback is asked.
         callbacks: what decides.
         ended: lengths of the outputs that have ended on all ranks; None if none is known.
+        costs: measured seconds of passes that ranks share; None if they are not known.
     """
     if migration in (Migration.ALWAYS, Migration.PARTITION):
         return _for_tests(ranks, plan, migration)
     ends = ends_of(ranks) if anything_waits(ranks) else ()
     ranks = without_replicas(ranks, ends)
     own = [_at_boundary(rank, plan) for rank in ranks]
-    actions, fault = callbacks.decide(_view(ranks, own, plan, migration, ended))
+    view = _view(ranks, own, plan, migration, ended)
+    actions, fault = callbacks.decide(view if costs is None else replace(view, costs=costs.long_tail(view)))
     prefills = any(isinstance(action, PrefillPhase) for action in actions)
-    decision = _prefill_phase(ranks, own, plan, ends) if prefills else _decode_phase(ranks, plan, (*ends, *actions))
+    if prefills:
+        decision = _prefill_phase(ranks, own, plan, ends, costs)
+    else:
+        decision = _decode_phase(ranks, plan, (*ends, *actions))
     return decision if fault is None else replace(decision, fault=fault)
 
 
@@ -348,7 +355,11 @@ def _decode_rows(rank: RankState, action: BoundaryAction) -> int:
 
 
 def _prefill_phase(
-    ranks: Sequence[RankState], actions: list[BoundaryAction], plan: Plan, ends: tuple[EndPartition, ...]
+    ranks: Sequence[RankState],
+    actions: list[BoundaryAction],
+    plan: Plan,
+    ends: tuple[EndPartition, ...],
+    costs: PartitionCosts | None = None,
 ) -> GroupDecision:
     """Let ranks that could decode on prefill too, as far as they have room, instead of waiting for those that must."""
     parts: list[BoundaryAction] = []
@@ -361,7 +372,7 @@ def _prefill_phase(
         parts.append(Prefill(units=units, rest=rest) if units or rest else Idle())
     rows = max(_prefill_rows(part) for part in parts)
     calls = num_expert_calls(rows, plan.prefill)
-    same: Actions = (*ends, *shared_prompt(ranks, parts, plan))
+    same: Actions = (*ends, *shared_prompt(ranks, parts, plan, costs))
     return GroupDecision(actions=tuple((*same, part) for part in parts), busy=True, prefill=True, expert_calls=calls)
 
 

@@ -23,6 +23,7 @@ from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy, Overflowing
 from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
+from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
@@ -195,7 +196,8 @@ def _group(record: Record, memory: _Memory) -> Any:
             memory.ended.add(length)
     callbacks = memory.callbacks(record["callbacks"])
     migration = Migration(record["migration"])
-    return plain_group(decide_group(ranks, plan_of(record["plan"]), migration, callbacks, memory.ended))
+    costs = None if record["costs"] is None else PartitionCosts.of(record["costs"])
+    return plain_group(decide_group(ranks, plan_of(record["plan"]), migration, callbacks, memory.ended, costs))
 
 
 def plan_of(plain: Record) -> Plan:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from sgl_batch.core.decision_record import group_record
 from sgl_batch.core.group_callbacks import BUILT_IN, Callbacks
 from sgl_batch.core.group_decider import GroupDecider
+from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_agreement import GroupStep, Migration, RankHeader, next_step
 from sgl_batch.core.topology import Topology
@@ -88,6 +89,10 @@ class RankGroup:
             self._channel.send(peer, to_message(step))
         return step
 
+    def decide_by(self, costs: PartitionCosts | None) -> None:
+        """Let boundaries be decided by these measured seconds, on the control rank; None where nothing is known."""
+        self._decider.costs = costs
+
     def take_waited_s(self) -> float:
         """Return the seconds waited in the all-gather since the last call of this; 0 without an all-gather."""
         return 0.0 if self._all_gather is None else self._all_gather.take_waited_s()
@@ -104,7 +109,9 @@ class RankGroup:
         if decision.fault is not None:
             logger.error("%s", decision.fault.text)
         if self._trace is not None:
-            self._trace.write_decision(group_record(ranks, plan, self._decider.migration, decision, names))
+            self._trace.write_decision(
+                group_record(ranks, plan, self._decider.migration, decision, names, self._decider.costs)
+            )
         for peer in self._others:
             self._channel.send(peer, actions_for(decision, peer))
         return actions_for(decision, self.rank)

@@ -69,6 +69,7 @@ from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 from sgl_batch.sglang_adapter.types.messages import AbortRequest, PauseRequest, StateChange
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.startup.decode_setup import settle_decode
+from sgl_batch.startup.partition_setup import settle_partitions
 from sgl_batch.startup.start_setup import attention_of, settle_decode_kv, settle_overlap, why_no_drafts
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         partition = None
         if self._tiers is None and self.tp_worker.model_runner.shares_passes and not limits_request_time():
             partition = make_partition(self, self.executor, rank_context, group.all_done, self.context.counters)
+            group.decide_by(settle_partitions(self.tp_worker.model_runner, self.context, group.all_done))
         return RankSteps(self.executor, group, migration, self._plan_changes.at_boundary, partition)
 
     def init_tp_model_worker(self) -> None:
