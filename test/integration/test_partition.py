@@ -1,8 +1,9 @@
-"""Sequences that several ranks run together at every other boundary give one rank's tokens, and are answered once."""
+"""Sequences and prompts that several ranks run together give one rank's tokens, and are answered once."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,13 @@ from .test_ranks import SAMPLED, held_up_at_random, rank_processes, ranks
 pytestmark = pytest.mark.engine
 
 # All sequences run at once, as at the end of a batch.
-TAIL = {"b_moe_decode": 32, "boundary_tokens": 4, **ranks(2, migration="partition")}
+LEAST_PROMPT = 150
+TAIL = {
+    "b_moe_decode": 32,
+    "boundary_tokens": 4,
+    "partition_prompt_tokens": LEAST_PROMPT,
+    **ranks(2, migration="partition"),
+}
 
 
 @pytest.fixture
@@ -139,3 +146,28 @@ def test_latent_attention_gives_hugging_faces_tokens(
     outputs = generate(engine, prompts)
     assert outputs == reference(FAMILIES[2], "float32").tokens
     check_counts(counted(engine, before), outputs)
+
+
+def test_a_lone_long_prompt_is_computed_by_all_ranks_and_gives_the_tokens_of_one(
+    one: Callable[[], Any], two: Callable[[], Any]
+) -> None:
+    """The longest takes two expert calls a layer. The choices fork from it where it is owned."""
+    draw = random.Random(5)
+    lengths = (LEAST_PROMPT, LEAST_PROMPT - 1, 3 * LEAST_PROMPT + 7, 900)
+    lone = [[draw.randrange(5, 250) for _ in range(length)] for length in lengths]
+    sampling = {"temperature": 0.8, "sampling_seed": 3, "max_new_tokens": 12, "ignore_eos": True, "n": 2}
+
+    def answered(engine: Any, **more: Any) -> list[list[int]]:
+        answers = [engine.generate(input_ids=[ids], sampling_params=sampling, **more) for ids in lone]
+        return [choice["output_ids"] for choices in answers for choice in choices]
+
+    alone, engine = answered(one()), two()
+    before = engine.batch_stats()["counters"]
+    assert answered(engine) == alone
+    counts = counted(engine, before)
+    assert (counts["prompts_partitioned"], counts["prompts_not_partitioned"]) == (3, 0)
+    assert counts["prompt_tokens"] == sum(lengths) + len(lengths), (
+        "the owner counts a prompt, and a choice's last token"
+    )
+    assert answered(engine, return_logprob=True) == alone
+    assert counted(engine, before)["prompts_partitioned"] == 3, "log probabilities keep a prompt on its rank"

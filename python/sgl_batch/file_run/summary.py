@@ -175,15 +175,18 @@ def _rank_table(stats: EngineStats) -> list[str]:
 
 
 def _partitions(stats: EngineStats) -> list[str]:
-    """Return how often sequences were partitioned over ranks, and what their replicas took; nothing if none was."""
+    """Return how often sequences and prompts were partitioned over ranks, and what that took; nothing if none was."""
+    prompts = stats.counters.get("prompts_partitioned", 0)
+    lines = [f"Prompts that all ranks computed together: {prompts:,.0f}"] if prompts else []
     names = ("partitions", "replicas_made", "replica_bytes", "replication_us", "partitions_undone")
     begun, replicas, num_bytes, microseconds, undone = (stats.counters.get(name, 0) for name in names)
     if not (begun or undone):
-        return []
+        return lines
     given_up = f", {undone:,.0f} given up" if undone else ""
     return [
+        *lines,
         f"Partitions over ranks: {begun:,.0f}{given_up}; {replicas:,.0f} replicas of {format_bytes(int(num_bytes))}, "
-        f"made in {microseconds / 1e6:,.2f} s of all ranks' time"
+        f"made in {microseconds / 1e6:,.2f} s of all ranks' time",
     ]
 
 

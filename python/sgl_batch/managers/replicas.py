@@ -31,6 +31,7 @@ class ReplicaStore:
 
     def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
         self._sequences.adopt(header, reservation)
+        self._counters.add("replicas_made")
         self._counters.add("replica_bytes", sum(tensor.nbytes for tensor in reservation.tensors))
 
     def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:

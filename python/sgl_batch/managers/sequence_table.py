@@ -360,7 +360,6 @@ class SequenceTable:
         self._keep(sequence, request)
         self._partitioned[request.rid] = sequence
         self.record([advance(sequence, Event.REPLICATE, "it is partitioned")])
-        self._counters.add("replicas_made")
 
     def drop_replica(self, name: str) -> None:
         """Remove a replica, whose KV is free already."""

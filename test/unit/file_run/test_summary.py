@@ -102,6 +102,11 @@ def test_partitions_are_shown_with_what_their_replicas_took():
     assert "Partitions" not in format_summary(result(stats=EngineStats(counters={})))
 
 
+def test_prompts_that_all_ranks_computed_are_shown():
+    shown = format_summary(result(stats=EngineStats(counters={"prompts_partitioned": 4})))
+    assert "Prompts that all ranks computed together: 4" in shown.splitlines()
+
+
 def test_the_summary_shows_the_decode_steps_that_ran_as_graphs():
     counters = {"graphs_captured": 12, "graph_replays": 24_000, "graph_bytes": 3 << 29, "eager_steps": 768}
     assert (
