@@ -1,6 +1,11 @@
 """Owns one run of sgl_batch over a workload for ranks: start, warm up, time, read the counters of each rank.
 
-Called as `PYTHON run_ranks.py SPEC RESULT`, by ranks.py.
+Called as `PYTHON run_ranks.py SPEC RESULT`, by ranks.py. SPEC has the model, the engine's options, the cores of a
+single rank (null for several), prompts and output_lens; it may have:
+
+  longest_alone  false: the longest sequence is not run alone
+  sample_s       seconds from sample to sample of the ranks (0.5)
+  ready, gate    files: the first is made after the warm-up, and the workload begins when there is the second
 """
 
 from __future__ import annotations
@@ -17,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 _SAMPLE_S = 0.5
+_GATE_S = 0.005
 _WARM_UP_PROMPTS = 4
+_WARM_UP_TOKENS = 256
 _WARM_UP_OUTPUT = 4
+_DIGEST_DIGITS = 12
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
@@ -33,17 +41,28 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     method = FORK if can_fork else SPAWN
     engine = Engine(model_path=spec["model"], log_level="error", start_method=method, **spec["engine"])
     atexit.register(engine.shutdown)  # after the result is written: a stop that hangs costs no finished measurement
-    return {**engine.loop.run_until_complete(_run(engine, spec["prompts"], spec["output_lens"])), **_cores_of_ranks()}
+    return {**engine.loop.run_until_complete(_run(engine, spec)), **_cores_of_ranks()}
 
 
-async def _run(engine: Any, prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
+async def _run(engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
     """Run a warm-up, the workload, and its longest sequence alone."""
-    answers, warm_up = engine.line_engine(), prompts[:_WARM_UP_PROMPTS]
-    await _timed(engine, answers, warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
-    whole = await _timed(engine, answers, prompts, output_lens)
+    prompts, output_lens, sample_s = spec["prompts"], spec["output_lens"], spec.get("sample_s", _SAMPLE_S)
+    answers, warm_up = engine.line_engine(), [prompt[:_WARM_UP_TOKENS] for prompt in prompts[:_WARM_UP_PROMPTS]]
+    await _timed(engine, answers, warm_up, [_WARM_UP_OUTPUT] * len(warm_up), sample_s)
+    if "gate" in spec:
+        await _pass_gate(Path(spec["ready"]), Path(spec["gate"]))
+    whole = await _timed(engine, answers, prompts, output_lens, sample_s)
+    if not spec.get("longest_alone", True):
+        return whole
     longest = max(range(len(prompts)), key=lambda number: output_lens[number])
-    alone = await _timed(engine, answers, [prompts[longest]], [output_lens[longest]])
+    alone = await _timed(engine, answers, [prompts[longest]], [output_lens[longest]], sample_s)
     return {**whole, "longest_alone_s": alone["seconds"]}
+
+
+async def _pass_gate(ready: Path, gate: Path) -> None:
+    ready.touch()
+    while not gate.exists():
+        await asyncio.sleep(_GATE_S)
 
 
 async def _generate(engine: Any, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
@@ -52,12 +71,16 @@ async def _generate(engine: Any, prompts: list[list[int]], output_lens: list[int
     return [answer["output_ids"] for answer in answers]
 
 
-async def _timed(engine: Any, answers: Any, prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
-    """Run one workload; return its seconds, counters by rank and active sequences over time."""
-    before, over, active = await answers.stats(), asyncio.Event(), []
+async def _timed(
+    engine: Any, answers: Any, prompts: list[list[int]], output_lens: list[int], sample_s: float
+) -> dict[str, Any]:
+    """Run one workload; return its seconds, counters by rank, active sequences and waiting over time, and digests."""
+    before, over = await answers.stats(), asyncio.Event()
+    active: list[Any] = []
+    waiting: list[Any] = []
     begun = time.perf_counter()
     async with asyncio.TaskGroup() as group:  # reading the counters of a dead engine fails, and ends the group
-        group.create_task(_watch(answers, before, begun, over, active))
+        group.create_task(_watch(answers, before, begun, over, sample_s, active, waiting))
         outputs = await _generate(engine, prompts, output_lens)
         seconds = time.perf_counter() - begun
         over.set()
@@ -68,25 +91,40 @@ async def _timed(engine: Any, answers: Any, prompts: list[list[int]], output_len
         "seconds": seconds,
         "ranks": [dataclasses.asdict(rank) for rank in _ranks((await answers.stats()).since(before))],
         "active": active,
-        "outputs": hashlib.sha256(json.dumps(outputs).encode()).hexdigest(),
+        "waiting": waiting,
+        "outputs": _digest(outputs),
+        "by_sequence": [_digest(output)[:_DIGEST_DIGITS] for output in outputs],
     }
+
+
+def _digest(tokens: Any) -> str:
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def _ranks(stats: Any) -> list[Any]:
     return list(stats.ranks) or [stats]
 
 
-async def _watch(answers: Any, last: Any, begun: float, over: asyncio.Event, active: list[Any]) -> None:
-    """Sample how many sequences each rank decodes, on average since the last sample, until the workload ends."""
+async def _watch(
+    answers: Any,
+    last: Any,
+    begun: float,
+    over: asyncio.Event,
+    sample_s: float,
+    active: list[Any],
+    waiting: list[Any],
+) -> None:
+    """Sample each rank until the workload ends: sequences that it decodes, and its share of waits, since the last."""
     while not over.is_set():
         try:
-            await asyncio.wait_for(over.wait(), _SAMPLE_S)
+            await asyncio.wait_for(over.wait(), sample_s)
         except TimeoutError:
             stats = await answers.stats()
-            deltas = [rank.counters for rank in _ranks(stats.since(last))]
-            last = stats
-            rows = [delta.get("decode_rows", 0) / max(delta.get("decode_steps", 0), 1) for delta in deltas]
-            active.append((time.perf_counter() - begun, rows))
+            ranks = _ranks(stats.since(last))
+            last, now = stats, time.perf_counter() - begun
+            counted = [rank.counters for rank in ranks]
+            active.append((now, [one.get("decode_rows", 0) / max(one.get("decode_steps", 0), 1) for one in counted]))
+            waiting.append((now, [rank.waiting_share for rank in ranks]))
 
 
 def _cores_of_ranks() -> dict[str, list[list[int]]]:
