@@ -1,5 +1,8 @@
 #!/usr/bin/env python
-"""Owns the command that measures ranks: long tails with migration and without, and routing skewed on purpose."""
+"""Owns the command that measures ranks: workloads with migration and without, routing skewed on purpose.
+
+`ranks.py long-tail` is long_tail/command.py: the last sequences of a batch, and the bars for them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import long_tail.command
 from comparison import machine
 from comparison.terminal import exit_code, say
 from comparison.workload import Workload, check_fits, model_config
@@ -23,10 +27,12 @@ from several_ranks.workloads import Budget
 
 from sgl_batch.errors import ConfigError, EngineError
 
+_LONG_TAIL = "long-tail"
 ROOT = Path(__file__).resolve().parent.parent
 DESCRIPTION = """\
 Measure ranks of one machine, each engine in a fresh process, alternating round by round. Each rank takes its share of
 the cores; one rank alone, which they are compared with, gets such a share too. Loading and a warm-up are not timed.
+`ranks.py long-tail --help` is about the last sequences of a batch: how they are spread, partitioned and drafted.
 
   tail     outputs with a long tail (P99 is 3.8 x P95, the longest 9 x P95): with migration, without, one rank,
            and one rank on all cores
@@ -164,6 +170,8 @@ def measure(options: argparse.Namespace, argv: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     """Run the command. User errors end it with one line instead of a traceback."""
+    if argv[:1] == [_LONG_TAIL]:
+        return long_tail.command.main(argv[1:])
     options = parse(argv)
     return exit_code("ranks.py", lambda: measure(options, argv))
 

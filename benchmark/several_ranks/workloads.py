@@ -20,7 +20,7 @@ _SHORTEST, _P95 = 0.3, 2.5
 # Of the tail: the 99th percentile and the longest, in 95th percentiles.
 _P99, _LONGEST = 3.8, 9.0
 # The fewest sequences of which the 99th percentile is not the longest.
-_FEWEST = 100
+FEWEST = 100
 
 
 def quantile_index(quantile: float, count: int) -> int:
@@ -30,10 +30,8 @@ def quantile_index(quantile: float, count: int) -> int:
 
 def tail_lengths(count: int, total: int) -> list[int]:
     """Return sorted lengths with a sum of about `total`: P99 is 3.8 x P95, the longest 9 x P95. Raises ConfigError."""
-    if count < _FEWEST:
-        raise ConfigError(
-            f"--num-prompts is {count}; a tail with a 99th percentile of its own takes at least {_FEWEST}"
-        )
+    if count < FEWEST:
+        raise ConfigError(f"--num-prompts is {count}; a tail with a 99th percentile of its own takes at least {FEWEST}")
     points = [(0, _SHORTEST), (quantile_index(0.5, count), 1.0), (quantile_index(0.95, count), _P95)]
     points += [(quantile_index(0.99, count), _P95 * _P99), (count - 1, _P95 * _LONGEST)]
     lengths = [_between(points, index) for index in range(count)]
