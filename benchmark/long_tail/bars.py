@@ -75,7 +75,9 @@ def bars(seconds: Seconds, rates: Sequence[Rates], tokens_a_pass: Mapping[str, f
     read, products = ratio(rates, "read"), ratio(rates, "products")
     return [
         _time("a: all, over separate", 1.10, _of(seconds, "a all"), bound("a", seconds), "separate engines"),
-        _time("b: all, over separate or longest", 1.25, _of(seconds, "b all"), bound("b", seconds), "the same"),
+        _time(
+            "b: all, over separate or longest", 1.25, _of(seconds, "b all"), bound("b", seconds), "separate or longest"
+        ),
         _speed_up("c: one rank, over partition", 1.4, one, partition, "read of weights", read),
         _speed_up("c: one rank, over drafts", 1.3, one, drafts, "tokens a pass", tokens_a_pass.get("c drafts")),
         _speed_up("c: partition, over all", 1.3, partition, both, "tokens a pass", tokens_a_pass.get("c all")),

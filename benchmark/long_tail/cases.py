@@ -12,9 +12,16 @@ from typing import Any
 from comparison.workload import Workload
 from several_ranks.workloads import FEWEST, Budget
 
+from sgl_batch.config import field_names
 from sgl_batch.errors import ConfigError
 
-_SETTINGS = {"max_total_tokens": 1 << 16, "share_prefixes": False, "speculate": "off", "partition_below": 0}
+_SETTINGS = {
+    "max_total_tokens": 1 << 16,
+    "share_prefixes": False,
+    "speculate": "off",
+    "partition_below": 0,
+    "partition_costs": "off",
+}
 _PHRASE_TOKENS, _PHRASES = 24, 16
 _FIRST_TOKEN = 100
 
@@ -99,16 +106,23 @@ def modes(sizes: Sizes) -> dict[str, dict[str, Any]]:
     }
 
 
+def known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of our options that this engine has, and SGLang's, so that older engines can be measured too."""
+    names = field_names() | {"max_total_tokens"}
+    return {name: value for name, value in options.items() if name in names}
+
+
 def make_cases(sizes: Sizes, config: Mapping[str, Any]) -> list[Case]:
     """Return all cases for a model of this `config`. Raises ConfigError for sizes that cannot be."""
     vocabulary = config["vocab_size"]
     many, few = (_tail(sizes, count, vocabulary) for count in (sizes.many, sizes.few))
     straggler, prompt = _straggler(sizes, vocabulary), _long_prompt(sizes, vocabulary)
-    one = {**_SETTINGS, "boundary_tokens": sizes.boundary_tokens, "page_size": sizes.page_size}
+    one = {**known(_SETTINGS), "boundary_tokens": sizes.boundary_tokens, "page_size": sizes.page_size}
     sizes_of = dict.fromkeys(("tp_size", "dp_size", "ep_size"), sizes.ranks)
     ranks = {**one, **sizes_of, "enable_dp_attention": True, "rank_timeout_s": 60.0}
     several = {name: {**ranks, **options} for name, options in modes(sizes).items()}
     together = several["partition"]
+    shared_prompt = {**together, **known({"partition_prompt_tokens": sizes.prompt_tokens}), **sizes.prompt_options}
     found: list[Case] = []
     for letter, work in (("a", many), ("b", few)):
         found.append(Case(name=f"{letter} separate", work=work, options=one, engines=sizes.ranks))
@@ -125,7 +139,7 @@ def make_cases(sizes: Sizes, config: Mapping[str, Any]) -> list[Case]:
         for name in ("nothing", "partition", "all")
     ]
     found.append(Case(name="d one rank", work=prompt, options=one))
-    found.append(Case(name="d partition", work=prompt, options={**together, **sizes.prompt_options}, ranks=sizes.ranks))
+    found.append(Case(name="d partition", work=prompt, options=shared_prompt, ranks=sizes.ranks))
     return [_fitting(case, config) for case in found]
 
 

@@ -145,9 +145,10 @@ def draw(record: Record, cases: Sequence[Case], target: Path) -> None:
     for run, panel in zip(last, panels.flat, strict=False):
         for number, rank in enumerate(run.ranks):
             times, idle = zip(*rank.samples, strict=True) if rank.samples else ((), ())
-            panel.plot(times, idle, lw=1, label=f"{number}")
+            panel.plot(times, idle, lw=1, marker=".", ms=3, label=f"{number}")
         panel.set_ylim(-0.03, 1.03)
         panel.set_xlim(0, run.seconds)
+        panel.tick_params(labelsize="x-small")
         panel.set_title(f"{run.case}: {run.seconds:.1f} s", fontsize="small", loc="left")
         panel.legend(title="rank", fontsize="x-small", title_fontsize="x-small", loc="upper right")
     figure.supxlabel("seconds", fontsize="small")
