@@ -7,7 +7,6 @@ ends, for any reason. Only the lock counts: process ids are reused, and mean not
 from __future__ import annotations
 
 import fcntl
-import glob
 import os
 import shutil
 import tempfile
@@ -76,9 +75,13 @@ class LivingDirectory:
 
 
 def remove_abandoned(prefix: str, parent: Path | None = None) -> list[LivingDirectory]:
-    """Remove the directories of ended processes, and return those of other processes that live."""
+    """Remove the directories of ended processes, and return those of other processes that live.
+
+    Other processes may make and remove directories meanwhile.
+    """
     parent, living = parent or Path(tempfile.gettempdir()), []
-    for owner in parent.glob(f"{glob.escape(prefix)}*/{_OWNER}*"):
+    directories = [one for one in _listed(parent) if one.name.startswith(prefix)]
+    for owner in (one for directory in directories for one in _listed(directory) if one.name.startswith(_OWNER)):
         number = owner.name.removeprefix(_OWNER)
         # Opening and closing a locked file of this process would release the lock.
         if not number.isdigit() or int(number) == os.getpid():
@@ -109,9 +112,19 @@ def remove_tree(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def _listed(directory: Path) -> list[Path]:
+    """Return what is in a directory; nothing where it is none, or was removed."""
+    try:
+        return [directory / name for name in os.listdir(directory)]
+    except OSError:
+        return []
+
+
 def _registered(directory: Path) -> Iterator[Path]:
-    for listing in directory.rglob(_REGISTERED):
+    for folder, _, names in os.walk(directory):
+        if _REGISTERED not in names:
+            continue
         with suppress(OSError):
-            for line in listing.read_text().splitlines():
+            for line in Path(folder, _REGISTERED).read_text().splitlines():
                 if Path(line).parent == _SHARED_MEMORY:
                     yield Path(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,26 @@ def test_a_directory_without_an_owner_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "test-2").mkdir()
     assert remove_abandoned("test-", tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test-1", "test-2"]
+
+
+def test_directories_that_come_and_go_meanwhile_are_no_fault(tmp_path: Path) -> None:
+    looked = threading.Event()
+
+    def others_start_and_end() -> None:
+        while not looked.is_set():
+            OwnedDirectory.make("test-", tmp_path).remove()
+
+    threads = [threading.Thread(target=others_start_and_end) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        found = [remove_abandoned("test-", tmp_path) for _ in range(1000)]
+    finally:
+        looked.set()
+        for thread in threads:
+            thread.join()
+    assert found == [[]] * 1000
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_registered_shared_memory_is_removed_with_its_directory(tmp_path: Path) -> None:
