@@ -144,8 +144,8 @@ async def scheduler_in(pid: int) -> psutil.Process:
         if found:
             return found[0]
         await asyncio.sleep(0.1)
-    titles = [one.cmdline()[:2] for one in tree_of(pid)]
-    raise AssertionError(f"no scheduler among {titles}")
+    known = [(one.name(), one.cmdline()[:3], next(iter(one.environ()), "")) for one in tree_of(pid)]
+    raise AssertionError(f"no scheduler among {known}")
 
 
 def run(scenario: Awaitable[None]) -> None:

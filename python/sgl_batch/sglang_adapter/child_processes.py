@@ -19,6 +19,7 @@ from typing import Any
 from sgl_batch.sglang_adapter import fork_server
 from sgl_batch.sglang_adapter.bootstrap import collector_paused
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
+from sgl_batch.sglang_adapter.process_title import find_title
 
 FORK, FORKSERVER, SPAWN = "fork", "forkserver", "spawn"
 
@@ -78,6 +79,7 @@ def template(device: str | None) -> Iterator[bool]:
 @contextmanager
 def environment(settings: Mapping[str, str], defaults: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     """Set `settings` in the environment inside the block, and `defaults` for variables that it does not set."""
+    find_title()
     before = dict(os.environ)
     os.environ.update({**defaults, **{key: before[key] for key in defaults if key in before}, **settings})
     try:

@@ -25,6 +25,8 @@ from typing import Any
 
 import psutil
 
+from sgl_batch.sglang_adapter.process_title import find_title
+
 # The module that the server imports last.
 _AFTER_IMPORTS = "sgl_batch.sglang_adapter.fork_server_process"
 # Variables that change from engine to engine; no library reads them when it is imported.
@@ -164,6 +166,7 @@ class CallerEnvironment:
 
     def take(self) -> None:
         """Use the carried streams and variables in this process from now on."""
+        find_title()
         os.environ.update(self._variables)
         for number, sent in zip(_STREAMS, self._streams, strict=False):
             descriptor = sent.detach()
