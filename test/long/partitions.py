@@ -35,23 +35,30 @@ _CASES: dict[str, dict[str, Any]] = {
     "4 ranks, two-page": {**ranks(4, admission="two-page"), **_FEW_PAGES},
     "2 ranks, mixed prefill": {**ranks(2), "mix_prefill": 64},
     "2 ranks, boundaries of 1": {**ranks(2), "boundary_tokens": 1},
+    "2 ranks, drafts": {**ranks(2), "speculate": "3"},
+    "4 ranks, drafts": {**ranks(4), "speculate": "auto"},
 }
+# Steps with penalties draft nothing.
+_SAMPLING: tuple[dict[str, Any], ...] = (
+    {},
+    {**SAMPLED, "min_new_tokens": 3},
+    {"temperature": 0.3, "min_new_tokens": 3},
+)
 
 
-def _requests(number: int, *, sampled: bool) -> Requests:
+def _requests(number: int, sampling: dict[str, Any]) -> Requests:
     """Return prompts that begin alike, whose outputs end at different steps."""
     made = prompts_that_begin_alike(number, random.Random(number), output_lengths=(5, 24, 60, 70))
     for seed, parameters in enumerate(made.sampling_params):
-        if sampled:
-            parameters.update({**SAMPLED, "max_new_tokens": parameters["max_new_tokens"], "min_new_tokens": 3})
-        parameters.update({"sampling_seed": seed, "ignore_eos": False})
+        most = parameters["max_new_tokens"]
+        parameters.update({**sampling, "max_new_tokens": most, "sampling_seed": seed, "ignore_eos": False})
     return made
 
 
 def _jobs() -> Iterator[Requests]:
     for number in (5, 6, 21):
-        for sampled in (False, True):
-            yield _requests(number, sampled=sampled)
+        for sampling in _SAMPLING:
+            yield _requests(number, sampling)
 
 
 def _run(settings: dict[str, Any], expected: list[list[list[int]]]) -> str:
@@ -73,7 +80,10 @@ def _run(settings: dict[str, Any], expected: list[list[list[int]]]) -> str:
         return f"{counts['sequences_finished']} sequences counted of {sum(map(len, expected))}"
     if not counts.get("partitions"):
         return "no partition"
-    return f"ok, {counts['partitions']} partitions, {counts['replicas_made']} replicas"
+    if "speculate" in settings and not counts.get("drafts"):
+        return "no draft"
+    drafts = f", {counts['drafts_accepted']} of {counts['drafts']} drafts right" if "speculate" in settings else ""
+    return f"ok, {counts['partitions']} partitions, {counts['replicas_made']} replicas{drafts}"
 
 
 def main(names: list[str]) -> int:

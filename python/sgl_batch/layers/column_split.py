@@ -75,10 +75,10 @@ class ColumnSplit:
         rows, width = own_TN.shape
         return self._gathered(own_TN, [width] * self.size).view(rows, self.size, width)
 
-    def of_first(self, own_TN: torch.Tensor | None, like_TN: torch.Tensor) -> torch.Tensor:
-        """Return the matrix that rank 0 gives; the others give None. It has the shape of `like_TN` and is float32."""
-        rows, width = like_TN.shape
-        given_TN = torch.empty(rows, 0) if own_TN is None else own_TN
+    def of_first(self, own_TN: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix that rank 0 gives; the others give None. It has this shape and number type."""
+        rows, width = shape
+        given_TN = torch.empty(rows, 0, dtype=dtype) if own_TN is None else own_TN
         assert (own_TN is not None) == (self.rank == 0), "the first rank of a set gives the matrix"
         return self._gathered(given_TN, [width] + [0] * (self.size - 1))
 

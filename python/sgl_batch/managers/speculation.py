@@ -3,6 +3,9 @@
 core/speculation decides how much is drafted. A pass over drafts gives one step of all sequences, and then further ones
 of the sequences whose drafts were right. Each step is processed as any other: a sequence that ends in one has none of
 the later ones, and boundaries, pages and answers see steps of one token.
+
+The ranks of a partition run the same rows. The first one drafts, and by the passes that it measures it decides how
+much; the others verify the drafts that it gives them.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+
+import torch
 
 from sgl_batch.core.speculation import (
     MOST_ROWS,
@@ -22,6 +27,7 @@ from sgl_batch.core.speculation import (
     num_drafts,
     num_right,
 )
+from sgl_batch.layers.column_split import ColumnSplit
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.model_executor.model_runner import BatchModelRunner
 from sgl_batch.model_executor.run_context import RunContext
@@ -72,7 +78,8 @@ class Speculation:
         if not self._drafts_for(batch):
             return run_pass(batch)
         begun = time.perf_counter()
-        drafts = self._draft(batch)
+        split = self._split
+        drafts = self._draft(batch) if split is None else self._shared(batch, split)
         result = self._verify(batch, drafts, run_pass) if any(drafts) else run_pass(batch)
         self._cost.note(len(drafts) + sum(map(len, drafts)), time.perf_counter() - begun)
         return result
@@ -105,9 +112,6 @@ class Speculation:
                 logger.warning("speculate is %s, and no step drafts tokens: %s", wanted, self._obstacle)
             self._said = True
             return False
-        # The ranks of a partition run the same rows; how many drafts pay is measured by each rank for itself.
-        if self._executor.table.partition:
-            return False
         small = batch.forward_mode.is_decode() and len(batch.reqs) < MOST_ROWS
         return small and self._executor.overlaps and can_verify(batch)
 
@@ -129,6 +133,29 @@ class Speculation:
             drafts.append(Draft(tokens=draft.tokens[:room], rate=draft.rate))
         taken = num_drafts(drafts, self._cost if wanted is None else None, most_rows=self._most_rows)
         return [draft.tokens[:number] for draft, number in zip(drafts, taken, strict=True)]
+
+    def _shared(self, batch: ScheduleBatch, split: ColumnSplit) -> list[tuple[int, ...]]:
+        """Return the drafts of each sequence of a partition: those of its first rank, on all of its ranks."""
+        rows = len(batch.reqs)
+        own = None
+        if split.rank == 0:
+            # A row has the number of drafts, and then these.
+            own = torch.zeros(rows, MOST_ROWS, dtype=torch.int64)
+            for row, draft in zip(own, self._draft(batch), strict=True):
+                row[: 1 + len(draft)] = torch.tensor([len(draft), *draft])
+        with self._context.counters.clock.part("exchange"):
+            found = split.of_first(own, (rows, MOST_ROWS), torch.int64)
+        return [tuple(tokens[:number]) for number, *tokens in found.tolist()]
+
+    @property
+    def _split(self) -> ColumnSplit | None:
+        """How the ranks of this rank's partition share its passes; None outside one."""
+        if not self._executor.table.partition:
+            return None
+        layers = self._runner.layer_runner
+        assert layers is not None, "ranks that share passes run layer by layer"
+        assert layers.partition is not None, "the set is known before its pass"
+        return layers.partition.split
 
     @property
     def _most_rows(self) -> int:

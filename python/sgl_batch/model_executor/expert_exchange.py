@@ -96,7 +96,7 @@ class ExpertExchange:
         rows = slice(None) if leads else slice(0)
         sums_TM = self._exchanged(block, hidden[rows], weights_TK[rows], ids_TK[rows])
         with self._counters.clock.part("exchange"):
-            return split.of_first(sums_TM if leads else None, hidden)
+            return split.of_first(sums_TM if leads else None, (len(hidden), hidden.shape[1]), torch.float32)
 
 
 def add_shared(block: ExpertBlock, sums_TM: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ def test_a_matrix_of_the_first_rank_and_those_of_each_come_to_all():
     given = [draw(3, 5, dtype=torch.float32) + rank for rank in range(3)]
 
     def both(rank: int, split: ColumnSplit) -> torch.Tensor:
-        first = split.of_first(given[0] if rank == 0 else None, given[rank])
+        first = split.of_first(given[0] if rank == 0 else None, (3, 5), torch.float32)
         return torch.cat((first[:, None], split.of_each(given[rank])), 1)
 
     expected = torch.stack([given[0], *given], 1)

@@ -70,13 +70,13 @@ def speculation_of(
     overlaps: bool = True,
     obstacle: str | None = None,
     rank_context: Any = None,
-    partition: frozenset[int] = frozenset(),
+    split: Any = None,
 ) -> tuple[Speculation, SimpleNamespace]:
     counted = SimpleNamespace(steps=[], counters=Counters())
     executor: Any = SimpleNamespace(
         plan=SimpleNamespace(page_size=64, decode=SimpleNamespace(expert_rows=3)),
         overlaps=overlaps,
-        table=SimpleNamespace(partition=partition),
+        table=SimpleNamespace(partition=() if split is None else (0, 1)),
         count_step=lambda: counted.steps.append("step"),
         results=SimpleNamespace(begin_verified_step=counted.steps.append),
     )
@@ -84,7 +84,8 @@ def speculation_of(
         config=from_mapping({"speculate": speculate}), counters=counted.counters, rank_context=rank_context
     )
     others: Any = SimpleNamespace(
-        layer_runner=SimpleNamespace(expert_calls=2), model_config=SimpleNamespace(vocab_size=100)
+        layer_runner=SimpleNamespace(expert_calls=2, partition=SimpleNamespace(split=split)),
+        model_config=SimpleNamespace(vocab_size=100),
     )
     return Speculation(others, executor, context, others, obstacle=obstacle), counted
 
@@ -117,10 +118,36 @@ def test_right_drafts_give_a_step_each_and_end_with_the_first_wrong_one():
     }
 
 
-def test_ranks_of_a_partition_draft_nothing():
-    one, counted = speculation_of("3", partition=frozenset({0, 1}))
-    answer(one, batch_of(sequence(0, [3])), Passes())
-    assert counted.steps == []
+class Split:
+    """One rank's end of a set, whose first rank gives its matrices before the others ask for them."""
+
+    def __init__(self, rank: int, given: list[torch.Tensor]) -> None:
+        self.rank, self._given = rank, given
+
+    def of_first(self, own: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        if self.rank == 0:
+            assert own is not None
+            self._given.append(own)
+            return own
+        assert own is None
+        found = self._given.pop(0)
+        assert (found.shape, found.dtype) == (shape, dtype)
+        return found
+
+
+def test_the_ranks_of_a_partition_verify_the_drafts_of_its_first_rank():
+    given: list[torch.Tensor] = []
+    ranks = [speculation_of("3", split=Split(number, given)) for number in range(2)]
+    batches = [batch_of(sequence(0, [3]), sequence(1, [3, 1, 2, 2]), sequence(2, [9])) for _ in ranks]
+    first, other = Passes(), Passes()
+    for _ in range(3):
+        answer(ranks[0][0], batches[0], first)
+        answer(ranks[1][0], batches[1], other)
+    assert first.rows == other.rows
+    assert first.rows[0] == [[1, 2, 3], [2, 2, 2], []]
+    assert [one.output_ids for one in batches[0].reqs] == [one.output_ids for one in batches[1].reqs]
+    assert ranks[0][1].steps == ranks[1][1].steps
+    assert not given
 
 
 def test_a_sequence_that_ends_in_a_step_has_none_of_the_later_ones():
