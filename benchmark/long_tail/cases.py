@@ -95,7 +95,11 @@ def modes(sizes: Sizes) -> dict[str, dict[str, Any]]:
     """Return the options of several ranks by mode. The last three are what each adds to `spread`, and all of it."""
     spread = {"migration": "even"}
     least = sizes.partition_least_tokens
-    partition = {"partition_below": sizes.partition_below, "partition_least_tokens": least}
+    partition = {
+        "partition_below": sizes.partition_below,
+        "partition_least_tokens": least,
+        "partition_experts": "split",
+    }
     return {
         "nothing": {"migration": "never"},
         "migration": {**spread, "on_long_tail": "long_tail.callbacks:nothing_moves"},

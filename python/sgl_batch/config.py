@@ -272,6 +272,7 @@ class MemoryConfig:
 
 _FUNCTION_EXAMPLES = {"on_yield": "my_callbacks:round_kv", "drafter": "my_drafts:of_corpus"}
 PARTITION_COSTS = ("kept", "measure", "off")
+PARTITION_EXPERTS = ("whole", "split")
 MIGRATIONS = ("even", "never", "always", "partition")
 TOKEN_DISPATCHERS = ("auto", "shared", "gloo", "nccl", "deepep")
 
@@ -322,6 +323,12 @@ class RankConfig:
         "let all ranks compute a prompt of at least so many tokens together when no other prompt is to be computed; 0: "
         "from the length on that the costs say, and never without costs",
         minimum=0,
+    )
+    partition_experts: str = _flag(
+        "whole",
+        "how the ranks of a partition compute experts; whole: each computes those that it has; split: each computes "
+        "some columns of all, copies of which take as much memory again as its experts",
+        choices=PARTITION_EXPERTS,
     )
     token_dispatcher: str = _flag(
         "auto",

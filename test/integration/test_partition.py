@@ -24,6 +24,7 @@ TAIL = {
     "boundary_tokens": 4,
     "partition_prompt_tokens": LEAST_PROMPT,
     "speculate": "3",
+    "partition_experts": "split",
     **ranks(2, migration="partition"),
 }
 
@@ -66,6 +67,7 @@ def test_greedy_tokens_are_those_of_one_rank_when_ranks_are_held_up_too(
     counts = counted(engine, before)
     check_counts(counts, alone)
     assert counts["drafts_accepted"] > 0, "the ranks of a set verify drafts"
+    assert counts["split_expert_calls"] > counts["partitioned_passes"], "and share each expert"
     with held_up_at_random(rank_processes(engine)):
         assert generate(engine, prompts) == alone
 

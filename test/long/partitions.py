@@ -37,6 +37,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "2 ranks, boundaries of 1": {**ranks(2), "boundary_tokens": 1},
     "2 ranks, drafts": {**ranks(2), "speculate": "3"},
     "4 ranks, drafts": {**ranks(4), "speculate": "auto"},
+    "2 ranks, split experts": {**ranks(2), "partition_experts": "split", "speculate": "3"},
 }
 # Steps with penalties draft nothing.
 _SAMPLING: tuple[dict[str, Any], ...] = (

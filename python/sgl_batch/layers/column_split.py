@@ -59,6 +59,10 @@ class ColumnSplit:
         """Return whether to split a product that reads `num_bytes` and has so many units of columns to share out."""
         return units >= self.size and num_bytes >= self._least_bytes
 
+    def shares(self, columns: int, unit: int) -> tuple[int, ...]:
+        """Return where the columns of each rank begin, and the end of the last (`shares`)."""
+        return shares(columns, self.size, unit)
+
     def own(self, columns: int, unit: int = 1) -> tuple[int, int]:
         """Return this rank's columns [first, last) of so many."""
         ends = shares(columns, self.size, unit)

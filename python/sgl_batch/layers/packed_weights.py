@@ -19,8 +19,8 @@ from sgl_batch.layers.int8_weights import from_int8, to_int8
 from sgl_batch.layers.moe import cpu_experts
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
 
-# Columns of a panel of a packed weight; the last panel has the remaining ones (sgl-kernel/csrc/cpu/gemm.h).
-_PANEL = 32
+PANEL = 32
+"""Columns of a panel of a packed weight; the last panel has the remaining ones (sgl-kernel/csrc/cpu/gemm.h)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +52,8 @@ class PackedWeights:
         self._int8 = int8
         self._packed: dict[int, _Packed] = {}
         self.split = PassSplit()
+        self.version = 0
+        """Changes whenever packed weights may have changed."""
 
     def add_linear(self, weight: torch.Tensor, *, exact: bool = False) -> bool:
         """Pack a weight [out, in]; return False if the kernels cannot take it."""
@@ -129,6 +131,17 @@ class PackedWeights:
         finally:
             for packed in everything:
                 self._put(packed, int8=packed.scales is not None)
+            self.version += 1
+
+    def matrices_of(self, experts: torch.Tensor) -> torch.Tensor:
+        """Return the packed matrices of experts' weights as they lie: [E, 2, I, M] of w13, [E, 1, M, I] of w2."""
+        matrices = self._packed[experts.data_ptr()].matrices
+        return matrices.view(len(experts), -1, *matrices.shape[1:])
+
+    def is_plain_number(self, experts: torch.Tensor) -> bool:
+        """Return whether packed weights of experts are neither rounded nor those of clamped ones."""
+        packed = self._packed[experts.data_ptr()]
+        return packed.scales is None and not packed.reordered
 
     def _scales(self, weight: torch.Tensor) -> torch.Tensor | None:
         return self._packed[weight.data_ptr()].scales
@@ -150,7 +163,7 @@ class PackedWeights:
         split = self.split.current
         if split is None:
             return None
-        units = min(-(-len(weight) // _PANEL) for weight in weights)
+        units = min(-(-len(weight) // PANEL) for weight in weights)
         return split if split.pays(sum(weight.nbytes for weight in weights), units) else None
 
     def _shared_linear(
@@ -165,7 +178,7 @@ class PackedWeights:
             out: torch.Tensor = kernels.linear(rows, weight[first:last], own_bias, scales=own_scales)
             return out
 
-        return split.columns(len(weight), _PANEL, columns)
+        return split.columns(len(weight), PANEL, columns)
 
     def rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return rows [..., in] of a weight [out, in] by their indices. The weight must not be rounded."""
@@ -249,7 +262,7 @@ class PackedWeights:
             part: torch.Tensor = kernels.gated(rows, gate_up, first, last, scales=flat_scales)
             return part
 
-        gated_TI = split.columns(len(gate_up) // 2, _PANEL, channels)
+        gated_TI = split.columns(len(gate_up) // 2, PANEL, channels)
         # The product is rounded once, to the number type of the rows.
         exact = gated_TI.to(torch.promote_types(gated_TI.dtype, x_TM.dtype))
         return self._shared_linear(split, exact, down, None).to(x_TM.dtype)
@@ -298,9 +311,9 @@ def _rows_of(weight_NK: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     outputs, inputs = weight_NK.shape
     pair = 2 if weight_NK.dtype == torch.bfloat16 else 1
     flat, numbers = weight_NK.reshape(-1), ids.reshape(-1)
-    whole = outputs // _PANEL * _PANEL
+    whole = outputs // PANEL * PANEL
     found = weight_NK.new_empty(len(numbers), inputs // pair, pair)
-    for first, last, width in ((0, whole, _PANEL), (whole, outputs, outputs - whole)):
+    for first, last, width in ((0, whole, PANEL), (whole, outputs, outputs - whole)):
         here = (numbers >= first) & (numbers < last)
         if width and bool(here.any()):
             panels = flat[first * inputs : last * inputs].view(-1, inputs // pair, width, pair)

@@ -13,10 +13,11 @@ from sgl_batch.core.start_choices import Choice
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
-from sgl_batch.layers.column_split import PassSplit
+from sgl_batch.layers.column_split import ColumnSplit, PassSplit
 from sgl_batch.layers.moe import cpu_topk
 from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
+from sgl_batch.layers.moe.split_experts import SplitExperts
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cpu_blocks import CpuBlocks
@@ -109,6 +110,10 @@ class CpuOperators:
     def split(self) -> PassSplit | None:
         """The split that products and attention read in each pass; None without the native kernels."""
         return None if self._kernels is None else self._weights.split
+
+    def split_experts(self, model: torch.nn.Module, split: ColumnSplit) -> SplitExperts:
+        """Make this rank's columns of all experts of a loaded model, for passes that a set of all ranks shares."""
+        return SplitExperts(expert_layers(model), self._weights, split, self._counters)
 
     @property
     def streams_weights(self) -> bool:

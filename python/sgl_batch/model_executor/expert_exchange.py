@@ -46,6 +46,8 @@ class ExpertExchange:
         weights_TK, ids_TK = block.route(hidden)
         if partition is None:
             sums_TM = self._exchanged(block, hidden, weights_TK, ids_TK)
+        elif partition.experts is not None and partition.experts.takes(block.experts, len(hidden)):
+            sums_TM = partition.experts.run(block.experts, hidden, weights_TK, ids_TK)
         elif partition.is_all:
             sums_TM = self._of_all_shards(block, hidden, weights_TK, ids_TK, partition.split)
         else:

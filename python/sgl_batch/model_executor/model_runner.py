@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -21,6 +22,8 @@ from sgl_batch.core.supported_models import forward_text
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.column_split import ColumnSplit
+from sgl_batch.layers.moe.split_experts import SplitExperts
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
 from sgl_batch.mem_cache.page_allocator import PageAllocator
 from sgl_batch.memory.gpu_memory import read_gpu
@@ -39,7 +42,7 @@ from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.partition_set import PartitionSets
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.model_executor.yield_callback import YieldCallback, find_on_yield
+from sgl_batch.model_executor.yield_callback import make_yield_callback
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers
 from sgl_batch.sglang_adapter.forward import (
@@ -243,7 +246,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             expert_part="router" if self.device == "cpu" and not family.dense else "experts",
             exchange=None if self._rank_context is None else self._exchange(self._rank_context, family),
             layer_graphs=self._make_layer_graphs(),
-            on_yield=self._yield_callback(),
+            on_yield=make_yield_callback(
+                self.context.config, self.token_to_kv_pool, self.req_to_token_pool.req_to_token
+            ),
             split=None if self.context.cpu_operators is None else self.context.cpu_operators.split,
         )
         self._layer_graphs = self.layer_runner.layer_graphs
@@ -253,25 +258,14 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 self._counters,
                 device=self.device,
                 through_memory=self._token_dispatcher(self._rank_context) == "shared",
+                split_experts=self._split_experts(),
             )
 
-    def _yield_callback(self) -> YieldCallback | None:
-        """Return the user's callback at yield points, if there is one. Raises ConfigError if it cannot be used."""
-        name, pool = self.context.config.forward.on_yield, self.token_to_kv_pool
-        if name is None:
+    def _split_experts(self) -> Callable[[ColumnSplit], SplitExperts] | None:
+        operators = self.context.cpu_operators
+        if operators is None or self.context.config.ranks.partition_experts == "whole":
             return None
-        store_bytes = self.context.config.memory.kv_store_bytes
-        if store_bytes:
-            raise ConfigError(
-                f"on_yield is {name!r}, and kv_store_bytes is {store_bytes}: the host KV store keeps copies of KV, "
-                "which the callback would not change; leave out on_yield or kv_store_bytes"
-            )
-        if not hasattr(pool, "write_kv"):
-            raise ConfigError(
-                f"on_yield is {name!r}, and this model keeps its KV in {type(pool).__name__}, which a callback cannot "
-                "change: leave on_yield out"
-            )
-        return YieldCallback(find_on_yield(name), pool, self.req_to_token_pool.req_to_token)
+        return partial(operators.split_experts, self.model)
 
     @property
     def _graph_bytes(self) -> int:

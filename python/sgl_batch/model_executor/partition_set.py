@@ -3,12 +3,12 @@
 Which ranks form a set, for which sequences and when, is decided elsewhere. Every rank of a set has the sequences' whole
 KV and runs the same passes. Products are split by columns and attention by heads (layers/column_split). Experts stay
 where their shards are: a set of all ranks adds up its own partial sums, and in a smaller set the first rank takes part
-in the exchange for all.
+in the exchange for all. In a set of all ranks they can be split by columns as well (layers/moe/split_experts).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from sgl_batch.distributed.shared_memory_column_gather import COLUMN_GATHER_BYTE
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.column_split import LEAST_BYTES, ColumnSplit
+from sgl_batch.layers.moe.split_experts import SplitExperts
 from sgl_batch.metrics.counters import Counters
 
 # The heartbeat ends a wait for a lost rank; this is the last resort.
@@ -27,17 +28,22 @@ _TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSet:
-    """A set that this rank belongs to. `is_all`: it has all ranks of the engine, and so all experts."""
+    """A set that this rank belongs to.
+
+    `is_all`: it has all ranks of the engine, and so all experts. `experts`: this rank's columns of all experts; None if
+    each rank computes its own experts.
+    """
 
     split: ColumnSplit
     is_all: bool
+    experts: SplitExperts | None = None
 
 
 class PartitionSets:
     """Makes the sets that this rank belongs to, each once.
 
     `through_memory`: whether the ranks of a set gather columns through memory that they share, and not over gloo.
-    `least_bytes`: as in ColumnSplit.
+    `least_bytes`: as in ColumnSplit. `split_experts`: makes this rank's columns of all experts, if they are split.
     """
 
     def __init__(
@@ -48,7 +54,9 @@ class PartitionSets:
         device: str,
         through_memory: bool,
         least_bytes: int = LEAST_BYTES,
+        split_experts: Callable[[ColumnSplit], SplitExperts] | None = None,
     ) -> None:
+        self._split_experts = split_experts
         self._rank_context, self._counters = rank_context, counters
         self._device, self._through_memory, self._least_bytes = device, through_memory, least_bytes
         self._made: dict[tuple[int, ...], PartitionSet] = {}
@@ -56,7 +64,7 @@ class PartitionSets:
     def of(self, ranks: Sequence[int]) -> PartitionSet:
         """Return the set of these attention ranks, in ascending order, this one among them.
 
-        It is collective when a set is first asked for: every rank of the set calls this.
+        It is collective: every rank of the set calls this before the same passes.
 
         Raises:
             ConfigError: This machine cannot share passes among ranks.
@@ -66,11 +74,14 @@ class PartitionSets:
         assert own in named, f"rank {own} is not in the set {named}"
         if named not in self._made:
             self._check()
-            self._made[named] = PartitionSet(
-                split=ColumnSplit(self._gather(named), self._counters, least_bytes=self._least_bytes),
-                is_all=len(named) == self._rank_context.topology.num_attention_ranks,
-            )
-        return self._made[named]
+            split = ColumnSplit(self._gather(named), self._counters, least_bytes=self._least_bytes)
+            is_all = len(named) == self._rank_context.topology.num_attention_ranks
+            experts = self._split_experts(split) if is_all and self._split_experts is not None else None
+            self._made[named] = PartitionSet(split=split, is_all=is_all, experts=experts)
+        made = self._made[named]
+        if made.experts is not None:
+            made.experts.prepare()
+        return made
 
     @property
     def can_be_made(self) -> bool:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_batch.config import BatchConfig
+from sgl_batch.errors import ConfigError
 from sgl_batch.named_function import find_function
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.scheduler import KVPool
@@ -95,3 +97,21 @@ class YieldCallback:
 def find_on_yield(name: str) -> OnYield:
     """Import the callback that `module:name` names. Raises ConfigError if that fails or it is not callable."""
     return find_function("on_yield", name, "sequences, layer and KV")
+
+
+def make_yield_callback(config: BatchConfig, pool: KVPool, table: torch.Tensor) -> YieldCallback | None:
+    """Return the user's callback at yield points, if there is one. Raises ConfigError if it cannot be used."""
+    name, store_bytes = config.forward.on_yield, config.memory.kv_store_bytes
+    if name is None:
+        return None
+    if store_bytes:
+        raise ConfigError(
+            f"on_yield is {name!r}, and kv_store_bytes is {store_bytes}: the host KV store keeps copies of KV, "
+            "which the callback would not change; leave out on_yield or kv_store_bytes"
+        )
+    if not hasattr(pool, "write_kv"):
+        raise ConfigError(
+            f"on_yield is {name!r}, and this model keeps its KV in {type(pool).__name__}, which a callback cannot "
+            "change: leave on_yield out"
+        )
+    return YieldCallback(find_on_yield(name), pool, table)

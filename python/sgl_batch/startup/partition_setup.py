@@ -36,6 +36,8 @@ def settle_partitions(
 ) -> PartitionCosts | None:
     """Return the costs for this model on these ranks; None where none are known. Every rank calls this.
 
+    What a partition of all ranks keeps is made now, so that the first one does not wait for it.
+
     The control rank alone reads and keeps them, and it alone decides by them; the others return None where they are
     kept from an earlier start.
 
@@ -47,6 +49,9 @@ def settle_partitions(
     """
     ranks, wanted = context.rank_context, context.config.ranks.partition_costs
     assert ranks is not None, "several ranks have partitions"
+    if context.config.ranks.partition_experts == "split":
+        runner.partition_over(range(ranks.topology.num_attention_ranks))
+        runner.partition_over(None)
     if wanted not in (KEPT, MEASURE):
         return None
     decides = ranks.rank == ranks.topology.control_rank
@@ -77,6 +82,7 @@ def _key(runner: BatchModelRunner, context: RunContext) -> ChoiceKey:
             "weights": forward.cpu_weight_dtype,
             "dispatcher": context.config.ranks.token_dispatcher,
             "expert_runner": runner.expert_runner,
+            "experts": context.config.ranks.partition_experts,
             "dtype": str(runner.model_config.dtype),
             "kv_dtype": args.kv_cache_dtype,
         },

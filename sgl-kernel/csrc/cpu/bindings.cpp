@@ -54,6 +54,15 @@ const float* floats_in(const std::optional<at::Tensor>& given, int64_t count, co
   return given->data_ptr<float>();
 }
 
+void check_choices(const at::Tensor& topk_weights, const at::Tensor& topk_ids, int64_t tokens) {
+  check(topk_weights, 2, "topk_weights");
+  check(topk_ids, 2, "topk_ids");
+  TORCH_CHECK(topk_ids.sizes() == topk_weights.sizes() && topk_ids.size(0) == tokens, "topk_ids is ", topk_ids.sizes(),
+              " and topk_weights ", topk_weights.sizes(), " for ", tokens, " tokens");
+  TORCH_CHECK(topk_ids.scalar_type() == at::kInt, "topk_ids is ", topk_ids.scalar_type(), "; use int32");
+  TORCH_CHECK(topk_weights.scalar_type() == at::kFloat, "topk_weights is ", topk_weights.scalar_type(), "; use float32");
+}
+
 std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
                                            const at::Tensor& topk_weights, const at::Tensor& topk_ids, bool f32_output,
                                            const std::optional<at::Tensor>& w13_scales,
@@ -65,8 +74,6 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
   check(w13, 3, "w13");
   check(w2, 3, "w2");
-  check(topk_weights, 2, "topk_weights");
-  check(topk_ids, 2, "topk_ids");
   const int64_t tokens = x.size(0), hidden = x.size(1), num_slots = w13.size(0), inter = w2.size(2);
   TORCH_CHECK(w13.size(1) == 2 * inter && w13.size(2) == hidden, "w13 is ", w13.sizes(), ", not [", num_slots, ", ",
               2 * inter, ", ", hidden, "]");
@@ -75,10 +82,7 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   const int32_t* slot_of = slots_in(slots, num_slots);
   const int64_t num_experts = slots.has_value() ? slots->size(0) : num_slots;
   TORCH_CHECK(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
-  TORCH_CHECK(topk_ids.sizes() == topk_weights.sizes() && topk_ids.size(0) == tokens, "topk_ids is ", topk_ids.sizes(),
-              " and topk_weights ", topk_weights.sizes(), " for ", tokens, " tokens");
-  TORCH_CHECK(topk_ids.scalar_type() == at::kInt, "topk_ids is ", topk_ids.scalar_type(), "; use int32");
-  TORCH_CHECK(topk_weights.scalar_type() == at::kFloat, "topk_weights is ", topk_weights.scalar_type(), "; use float32");
+  check_choices(topk_weights, topk_ids, tokens);
   TORCH_CHECK(alpha.has_value() == limit.has_value(), "alpha and limit are given together");
   const float* bias13 = floats_in(w13_bias, num_experts * 2 * inter, "w13_bias");
   const float* bias2 = floats_in(w2_bias, num_experts * hidden, "w2_bias");
@@ -90,6 +94,53 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
                out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(), slot_of, bias13, bias2,
                alpha.has_value(), static_cast<float>(alpha.value_or(0.0)), static_cast<float>(limit.value_or(0.0))});
   return {out, rows_per_expert};
+}
+
+std::tuple<at::Tensor, at::Tensor> experts_up(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& topk_weights,
+                                              const at::Tensor& topk_ids) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
+  check(w13, 3, "w13");
+  const int64_t tokens = x.size(0), hidden = x.size(1), experts = w13.size(0), inter = w13.size(1) / 2;
+  check_choices(topk_weights, topk_ids, tokens);
+  TORCH_CHECK(w13.size(1) == 2 * inter && inter > 0 && w13.size(2) == hidden, "w13 is ", w13.sizes(), " for x of ", x.sizes());
+  const DType w_dtype = dtype_of(w13, "w13"), row_dtype = isa().row_dtype(w_dtype);
+  const auto rows = x.options().dtype(row_dtype == DType::kF32 ? at::kFloat : at::kBFloat16);
+  const int64_t width = (inter + kPanel - 1) / kPanel * kPanel;
+  auto between = at::zeros({tokens * topk_ids.size(1), width}, rows);
+  auto rows_per_expert = at::zeros({experts}, x.options().dtype(at::kLong));
+  ExpertsCall call{};
+  call.tokens = tokens, call.top_k = topk_ids.size(1), call.hidden = hidden, call.inter = inter, call.experts = experts;
+  call.x = x.data_ptr(), call.x_stride = x.stride(0), call.x_dtype = dtype_of(x, "x");
+  call.w13 = w13.data_ptr(), call.w2 = w13.data_ptr(), call.w_dtype = w_dtype;
+  call.topk_weights = topk_weights.data_ptr<float>(), call.topk_ids = topk_ids.data_ptr<int32_t>();
+  call.rows_per_expert = rows_per_expert.data_ptr<int64_t>();
+  call.part = ExpertsPart::kUp, call.between = between.data_ptr(), call.between_stride = width * between.element_size();
+  run_experts(call);
+  return {between.narrow(1, 0, inter), rows_per_expert};
+}
+
+at::Tensor experts_down(const at::Tensor& between, const at::Tensor& w2, const at::Tensor& topk_weights,
+                        const at::Tensor& topk_ids) {
+  check(between, 2, "between");
+  check(w2, 3, "w2");
+  const int64_t tokens = topk_ids.size(0), experts = w2.size(0), hidden = w2.size(1), inter = w2.size(2);
+  check_choices(topk_weights, topk_ids, tokens);
+  const DType w_dtype = dtype_of(w2, "w2"), row_dtype = isa().row_dtype(w_dtype);
+  TORCH_CHECK(hidden > 0, "w2 is ", w2.sizes(), ", without outputs");
+  TORCH_CHECK(between.size(0) == topk_ids.numel() && between.size(1) == inter && dtype_of(between, "between") == row_dtype,
+              "between is ", between.scalar_type(), between.sizes(), " for ", topk_ids.numel(), " choices and w2 of ", w2.sizes());
+  auto out = at::empty({tokens, hidden}, between.options().dtype(at::kFloat));
+  auto rows_per_expert = at::zeros({experts}, between.options().dtype(at::kLong));
+  ExpertsCall call{};
+  call.tokens = tokens, call.top_k = topk_ids.size(1), call.hidden = hidden, call.inter = inter, call.experts = experts;
+  call.x = between.data_ptr(), call.x_dtype = row_dtype;
+  call.w13 = w2.data_ptr(), call.w2 = w2.data_ptr(), call.w_dtype = w_dtype;
+  call.topk_weights = topk_weights.data_ptr<float>(), call.topk_ids = topk_ids.data_ptr<int32_t>();
+  call.out = out.data_ptr(), call.out_dtype = DType::kF32;
+  call.rows_per_expert = rows_per_expert.data_ptr<int64_t>();
+  call.part = ExpertsPart::kDown, call.between = between.data_ptr(), call.between_stride = inter * between.element_size();
+  run_experts(call);
+  return out;
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
@@ -219,6 +270,8 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
       "experts(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, bool f32_output, Tensor? "
       "w13_scales, Tensor? w2_scales, Tensor? slots, Tensor? w13_bias, Tensor? w2_bias, float? alpha, float? limit) -> "
       "(Tensor, Tensor)");
+  library.def("experts_up(Tensor x, Tensor w13, Tensor topk_weights, Tensor topk_ids) -> (Tensor, Tensor)");
+  library.def("experts_down(Tensor between, Tensor w2, Tensor topk_weights, Tensor topk_ids) -> Tensor");
   library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
   library.def("gated(Tensor x, Tensor w13, int first, int last, Tensor? scales) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
@@ -236,6 +289,8 @@ TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("pack_", sgl_batch::pack);
   library.impl("unpack_", sgl_batch::unpack);
   library.impl("experts", sgl_batch::experts);
+  library.impl("experts_up", sgl_batch::experts_up);
+  library.impl("experts_down", sgl_batch::experts_down);
   library.impl("linear", sgl_batch::linear);
   library.impl("gated", sgl_batch::gated);
   library.impl("rms_norm", sgl_batch::rms_norm);

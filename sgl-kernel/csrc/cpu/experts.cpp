@@ -45,9 +45,11 @@ class Experts {
     if (c_.tokens == 0) return;
     plan_tasks();
     lay_out();
-    run_tasks(static_cast<int64_t>(blocks_.size()) * up_chunks_, [this](int64_t task, int thread) {
-      gate_up(blocks_[task / up_chunks_], task % up_chunks_, scratch(thread));
-    });
+    if (c_.part != ExpertsPart::kDown)
+      run_tasks(static_cast<int64_t>(blocks_.size()) * up_chunks_, [this](int64_t task, int thread) {
+        gate_up(blocks_[task / up_chunks_], task % up_chunks_, scratch(thread));
+      });
+    if (c_.part == ExpertsPart::kUp) return;
     // The chunks of one group come one after the other: its rows stay in the caches.
     run_tasks(down_chunks_ * groups_,
               [this](int64_t task, int thread) { down(task % down_chunks_, task / down_chunks_, scratch(thread)); });
@@ -77,13 +79,14 @@ class Experts {
     products_at_ = one.take(sizeof(float) * places * kPanel * down_panels_per_task_);
     Carver all;
     // Panels are stored whole, so that a row has room for its last one.
-    inter_stride_ = row_bytes(round_up(c_.inter, kPanel));
-    const size_t inter_at = all.take(routing_.rows.size() * inter_stride_);
+    const bool whole = c_.part == ExpertsPart::kBoth;
+    inter_stride_ = whole ? row_bytes(round_up(c_.inter, kPanel)) : static_cast<size_t>(c_.between_stride);
+    const size_t inter_at = all.take(whole ? routing_.rows.size() * inter_stride_ : 0);
     scratch_bytes_ = (one.total() + 4095) / 4096 * 4096;
     const size_t scratch_at = all.take(scratch_bytes_ * num_threads());
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(all.total()));
-    inter_ = base + inter_at;
+    inter_ = whole ? base + inter_at : static_cast<char*>(c_.between);
     scratch_ = base + scratch_at;
     all.guard(base);
     for (int thread = 0; thread < num_threads(); ++thread) one.guard(scratch(thread));

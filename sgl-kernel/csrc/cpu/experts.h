@@ -13,7 +13,12 @@ namespace sgl_batch {
 // A choice with a negative id belongs to nobody here and counts as nothing.
 // `slots`: where each expert lies in w13 and w2, as its number there, or -1 for one that is not there and has no rows; or
 // null where they lie in their own order.
+// `part`: both products, or one of them, of which the other has other columns. The rows between them then lie at `between`
+// [T * top_k, inter], by expert and then by token: the first product writes them, `inter` rounded up to whole panels; the
+// second one reads them.
 // `clamped`: what lies between the products in place of SiLU(gate) * up, see ClampedMulFn. Biases are added to products.
+enum class ExpertsPart { kBoth, kUp, kDown };
+
 struct ExpertsCall {
   int64_t tokens, top_k, hidden, inter, experts;
   const void* x;
@@ -34,6 +39,9 @@ struct ExpertsCall {
   const float* w2_bias;      // [experts, hidden], or null
   bool clamped;
   float alpha, limit;
+  ExpertsPart part = ExpertsPart::kBoth;
+  void* between = nullptr;
+  int64_t between_stride = 0;  // bytes from row to row
 };
 
 // out[t] = sum over choices of weight * down(silu(gate(x[t])) * up(x[t])), each product plus its bias.

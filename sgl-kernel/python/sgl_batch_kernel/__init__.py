@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-INTERFACE = 3
+INTERFACE = 4
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -82,6 +82,32 @@ def experts(
         limit,
     )
     return out
+
+
+def experts_up(
+    x_TM: torch.Tensor, w13: torch.Tensor, topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run every token through the first half of its experts, with some columns of it: SiLU(gate) * up.
+
+    `w13`: packed [E, 2C, M], the C columns of the gate that belong here above those of up; bf16 or float32. The other
+    arguments are those of `experts`. Returns the rows [T * K, C], by expert and then by token, in the number type in
+    which `experts` has them between its products, and rows per expert [E].
+    """
+    out: tuple[torch.Tensor, torch.Tensor] = _ops.experts_up(x_TM, w13, topk_weights_TK, topk_ids_TK)
+    return out
+
+
+def experts_down(
+    rows_RI: torch.Tensor, w2: torch.Tensor, topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
+) -> torch.Tensor:
+    """Run the rows of `experts_up`, of all columns, through the second half of the experts, and add up each token's.
+
+    `w2`: packed [E, C, I], the C columns of the output that belong here. Returns those columns of the output of
+    `experts`, [T, C] in float32, with the same bits.
+    """
+    out: torch.Tensor = _ops.experts_down(rows_RI, w2, topk_weights_TK, topk_ids_TK)
+    return out
+
 
 
 def linear(
