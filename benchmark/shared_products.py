@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from comparison import machine
 
+from sgl_batch.core.partition_memory import COLUMN_GATHER_BYTES
 from sgl_batch.distributed.shared_memory import shared_regions
-from sgl_batch.distributed.shared_memory_column_gather import COLUMN_GATHER_BYTES, SharedMemoryColumnGather
+from sgl_batch.distributed.shared_memory_column_gather import SharedMemoryColumnGather
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.column_split import ColumnSplit
 from sgl_batch.layers.packed_weights import PackedWeights

@@ -41,7 +41,7 @@ class ModelShape:
 class DeviceNeeds:
     """Bytes that a device holds besides KV pages, and bytes of one page in all layers.
 
-    `reserves`: on a GPU, further reserves by name (gpu_reserves).
+    `reserves`: further reserves by name (gpu_reserves; on a CPU, partition_memory).
     """
 
     program: int
@@ -87,16 +87,21 @@ def pass_bytes(
     # Hidden states and residuals: the layer's input, the accumulation buffer, the combined rows, and sums in float32.
     group = rows * shape.hidden * (6 * item + _FLOAT_BYTES)
     attention = min(b_attn, rows) * (2 * shape.attention_width + 3 * shape.hidden) * item
-    routed = rows * shape.top_k * (shape.expert_width * item + 24)
-    if by_torch:
-        routed += rows * shape.top_k * (3 * shape.hidden + 2 * shape.expert_width) * _FLOAT_BYTES
-    experts = routed + 2 * rows * shape.experts * _FLOAT_BYTES
+    experts = expert_call_bytes(shape, rows=rows, by_torch=by_torch)
     dense = 3 * rows * shape.dense_width * item
     exchange = 0 if num_ranks == 1 else num_ranks * rows * shape.hidden * (item + _FLOAT_BYTES)
     layer = group + max(attention, experts + exchange, dense)
     logits = sequences * shape.vocabulary * (item + (1 if greedy else 2) * _FLOAT_BYTES)
     # The heap keeps pieces of freed memory, so that logits cannot reuse all memory of the layers: both count.
     return layer + logits + _SLACK_BYTES
+
+
+def expert_call_bytes(shape: ModelShape, *, rows: int, by_torch: bool = False) -> int:
+    """Return an upper bound in bytes of what the router and one call of the experts take for `rows` tokens."""
+    routed = rows * shape.top_k * (shape.expert_width * shape.item_bytes + 24)
+    if by_torch:
+        routed += rows * shape.top_k * (3 * shape.hidden + 2 * shape.expert_width) * _FLOAT_BYTES
+    return routed + 2 * rows * shape.experts * _FLOAT_BYTES
 
 
 def kv_bytes(budget: int, needs: DeviceNeeds, plan: Plan) -> int:

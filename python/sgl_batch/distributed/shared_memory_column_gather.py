@@ -13,9 +13,6 @@ import torch
 
 from sgl_batch.distributed.shared_memory import spin_us
 
-COLUMN_GATHER_BYTES = 16 << 20
-"""Bytes of each rank's region. Larger matrices take several rounds."""
-
 
 class SharedMemoryColumnGather:
     """A `ColumnGather` through the `regions` of all ranks of the set, which nothing else may use.

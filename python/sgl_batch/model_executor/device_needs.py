@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import torch
 
+from sgl_batch.config import BatchConfig
 from sgl_batch.core.device_budget import ModelShape
 from sgl_batch.core.gpu_reserves import GpuUse
 from sgl_batch.core.model_numbers import KEPT_EXACT, Value, number, shape_of
+from sgl_batch.core.partition_memory import partition_reserves
+from sgl_batch.core.plan import Plan
 from sgl_batch.distributed.rank_context import RankContext
+from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.sglang_adapter.forward import decode_graph_rows
 from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 from sgl_batch.sglang_adapter.triton_attention import decode_kv_splits
@@ -57,6 +61,15 @@ def model_shape(model_config: ModelConfig) -> ModelShape:
 
 def _values(model_config: ModelConfig) -> Value:
     return lambda name: getattr(model_config.hf_text_config, name, None)
+
+
+def cpu_reserves(
+    config: BatchConfig, plan: Plan, shape: ModelShape, rank_context: RankContext | None, *, can_split: bool
+) -> dict[str, int]:
+    """Return what a rank on a CPU keeps for partitions, in bytes by name. `can_split`: our loop runs its model."""
+    if rank_context is None or not can_split or native_kernels() is None:
+        return {}
+    return partition_reserves(config, plan, shape, num_ranks=rank_context.topology.num_attention_ranks)
 
 
 def gpu_use(

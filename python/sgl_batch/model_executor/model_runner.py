@@ -12,7 +12,7 @@ import torch
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.core.decode_choice import DEFAULT, EAGER, SGLANG
-from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
+from sgl_batch.core.device_budget import DeviceNeeds, ModelShape, kv_bytes, working_bytes
 from sgl_batch.core.gpu_reserves import check_gpu_has, gpu_reserves
 from sgl_batch.core.graph_capture import graph_budget
 from sgl_batch.core.model_refusals import check_without_adapter
@@ -32,7 +32,7 @@ from sgl_batch.memory.process_memory import forget_peak, resident_bytes
 from sgl_batch.metrics.sampled_parts import DECODE, MIXED, PREFILL, SAMPLING
 from sgl_batch.model_executor.attention_window import check_window
 from sgl_batch.model_executor.cpu_operators import CpuOperators
-from sgl_batch.model_executor.device_needs import gpu_use, model_shape, resident_weight_bytes
+from sgl_batch.model_executor.device_needs import cpu_reserves, gpu_use, model_shape, resident_weight_bytes
 from sgl_batch.model_executor.expert_choices import ExpertChoices
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family, family_of
@@ -127,9 +127,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             super().init_torch_distributed()
 
     def load_model(self) -> None:
-        """Load the model; each of several ranks loads its share of the experts. Streamed experts stay in their
-        files.
-        """
+        """Load the model; a rank loads its share of the experts. Streamed experts stay in their files."""
         rank_context, memory = self._rank_context, self.context.config.memory
         check_window(
             self.model_config.hf_config.architectures, self.model_config.hf_text_config, self.model_config.context_len
@@ -178,12 +176,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if memory.device_memory == 0:
             return
         most, page_size = self.server_args.max_running_requests, self.server_args.page_size
-        plan = self._fit_plan(most)
+        plan, shape = self._fit_plan(most), model_shape(self.model_config)
         self.context.in_force.reserve()
         page_bytes = page_size * self.kv_token_bytes
         working = working_bytes(
             plan,
-            model_shape(self.model_config),
+            shape,
             max_running=most,
             page_bytes=page_bytes,
             staged=self._stages_prompts,
@@ -196,14 +194,18 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             weights=self.weight_bytes + self._operators.streamed_bytes,
             working=working,
             page=page_bytes,
-            reserves=self._reserves(plan),
+            reserves=self._reserves(plan, shape),
         )
         set_kv_bytes(self.kv_cache_configurator, kv_bytes(memory.device_memory, needs, plan))
 
-    def _reserves(self, plan: Plan) -> dict[str, int]:
-        """Return the bytes of GPU memory to keep free beyond weights, pages and a pass's tensors, by name."""
+    def _reserves(self, plan: Plan, shape: ModelShape) -> dict[str, int]:
+        """Return the bytes to keep free beyond weights, pages and a pass's tensors, by name."""
         if self._gpu_before is None:
-            return {}
+            can_split = family_of(self.model) is not None
+            kept = cpu_reserves(self.context.config, plan, shape, self._rank_context, can_split=can_split)
+            if kept:
+                logger.info("of the budget are kept: %s", ", ".join(f"{k} {format_bytes(v)}" for k, v in kept.items()))
+            return kept
         now = read_gpu()
         # Sub-batches share their partial results; each has some of its own while its attention metadata is made.
         rows, processors = min(2 * plan.decode.b_attn, plan.decode.b_moe), now.processors
@@ -469,8 +471,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         """Return whether a decode group is one sub-batch for which SGLang has a CUDA graph: our loop gains nothing.
 
         False if ranks exchange rows: SGLang's graphs have the experts of this rank only. False in a step whose parts
-        are
-        measured: its graphs show none.
+        are measured: its graphs show none.
         """
         graphs = self.decode_cuda_graph_runner
         return bool(

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_batch.core.partition_memory import COLUMN_GATHER_BYTES
 from sgl_batch.distributed.column_gather import ColumnGather, GroupColumnGather
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.distributed.shared_memory import shared_regions
-from sgl_batch.distributed.shared_memory_column_gather import COLUMN_GATHER_BYTES, SharedMemoryColumnGather
+from sgl_batch.distributed.shared_memory_column_gather import SharedMemoryColumnGather
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.column_split import LEAST_BYTES, ColumnSplit

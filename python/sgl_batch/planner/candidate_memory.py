@@ -60,7 +60,7 @@ class CandidateMemory:
         if memory.kv_store_bytes:
             left += memory.store_in_memory_bytes // target.ranks - pages * self._page_bytes
             stride = 1
-        taken = {phase: uses["program"] + uses["working memory"] for phase, uses in phases.items()}
+        taken = {phase: sum(uses.values()) - uses["weights"] for phase, uses in phases.items()}
         return ExpertRoom(
             prefill=left - taken["prefill"],
             decode=left - taken["decode"],

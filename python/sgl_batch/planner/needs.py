@@ -17,6 +17,7 @@ from sgl_batch.core.device_budget import DeviceNeeds, kv_bytes, working_bytes
 from sgl_batch.core.gpu_reserves import GpuReading, GpuUse, gpu_reserves
 from sgl_batch.core.model_numbers import KEPT_EXACT, NUM_EXPERTS, Value, head_dims, kv_token_bytes, number, shape_of
 from sgl_batch.core.page_ledger import pages_for
+from sgl_batch.core.partition_memory import partition_reserves
 from sgl_batch.core.plan import Plan, make_plan
 from sgl_batch.core.supported_models import CPU
 from sgl_batch.errors import ConfigError
@@ -179,7 +180,9 @@ def fit(model: Model, config: BatchConfig, target: Target) -> Fit:
         weights=weights,
         working=working,
         page=page_bytes,
-        reserves={} if on_cpu else _reserves(plan, row_bytes, exchanges=target.ranks > 1),
+        reserves=partition_reserves(config, plan, shape, num_ranks=target.ranks)
+        if on_cpu
+        else _reserves(plan, row_bytes, exchanges=target.ranks > 1),
     )
     uses = {"program": needs.program, "weights": needs.weights, "working memory": needs.working, **needs.reserves}
     a_sequence = pages_for(target.length, target.page_size)
