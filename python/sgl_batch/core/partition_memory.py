@@ -2,7 +2,8 @@
 
 Theory of operation. Weights take no more: a rank's share of a product is some of a weight's columns, where they lie.
 The KV of replicas takes none either: it lies in pages of the pool, and a rank without enough free pages is not
-partitioned. Two things take memory. A rank maps the region of every rank of each of its sets, through which columns are
+partitioned. Columns of experts that ranks share (--partition-experts split) are copied, as many bytes as a rank's own
+experts have. And two things take memory in any case. A rank maps the region of every rank of each of its sets, through which columns are
 gathered. And in a pass that all ranks share, each rank holds the partial sums of the experts of all ranks at once.
 """
 
@@ -15,7 +16,7 @@ from sgl_batch.core.plan import Plan
 COLUMN_GATHER_BYTES = 16 << 20
 """Bytes of a rank's region for gathers of columns in one set. Larger matrices take several rounds."""
 
-GATHERS, SHARED_PASSES = "gathers of partitions", "passes that ranks share"
+GATHERS, SHARED_PASSES, COLUMNS = "gathers of partitions", "passes that ranks share", "columns of all experts"
 _FLOAT_BYTES = 4
 # How --token-dispatcher says that ranks of a CPU share memory.
 _THROUGH_MEMORY = ("auto", "shared")
@@ -29,10 +30,13 @@ def partition_reserves(config: BatchConfig, plan: Plan, shape: ModelShape, *, nu
     if not can_partition(config, num_ranks=num_ranks):
         return {}
     prompts = plan.prefill.b_moe if _shares_prompts(config) else 0
-    return {
+    kept = {
         GATHERS: gather_bytes(config, num_ranks=num_ranks),
         SHARED_PASSES: shared_pass_bytes(shape, rows=max(plan.decode.b_moe, prompts), num_ranks=num_ranks),
     }
+    if shape.experts and config.ranks.partition_experts == "split":
+        kept[COLUMNS] = columns_bytes(shape, num_ranks=num_ranks)
+    return kept
 
 
 def can_partition(config: BatchConfig, *, num_ranks: int) -> bool:
@@ -50,6 +54,12 @@ def gather_bytes(config: BatchConfig, *, num_ranks: int) -> int:
         return 0
     sizes = range(2, num_ranks + 1) if _makes_small_sets(config) else (num_ranks,)
     return COLUMN_GATHER_BYTES * sum(size for size in sizes if num_ranks % size == 0)
+
+
+def columns_bytes(shape: ModelShape, *, num_ranks: int) -> int:
+    """Return the bytes of a rank's columns of all experts, as if every layer had experts."""
+    matrices = 3 * shape.hidden * shape.expert_width * shape.item_bytes
+    return -(-shape.layers * shape.experts * matrices // num_ranks)
 
 
 def shared_pass_bytes(shape: ModelShape, *, rows: int, num_ranks: int) -> int:

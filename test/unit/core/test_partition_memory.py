@@ -12,6 +12,7 @@ from sgl_batch.config import from_mapping
 from sgl_batch.core.device_budget import DeviceNeeds, ModelShape, kv_bytes
 from sgl_batch.core.partition_memory import (
     COLUMN_GATHER_BYTES,
+    COLUMNS,
     GATHERS,
     SHARED_PASSES,
     gather_bytes,
@@ -72,6 +73,14 @@ def test_a_rank_maps_the_regions_of_each_set_that_it_can_belong_to() -> None:
     assert sets == [2, 4, 8], "by cost, all ranks are one set"
     sets = [gather_bytes(small, num_ranks=ranks) // COLUMN_GATHER_BYTES for ranks in (2, 4, 6)]
     assert sets == [2, 4 + 2, 6 + 3 + 2], "by limits, equal parts of them too"
+
+
+def test_split_experts_take_as_much_again_as_a_rank_s_own() -> None:
+    expert = 3 * SHAPE.hidden * SHAPE.expert_width * SHAPE.item_bytes
+    found = [reserved(ranks, partition_experts="split")[COLUMNS] for ranks in (2, 4)]
+    assert found == [SHAPE.layers * 32 * expert, SHAPE.layers * 16 * expert]
+    dense = dataclasses.replace(SHAPE, experts=0)
+    assert COLUMNS not in partition_reserves(from_mapping({"partition_experts": "split"}), PLAN, dense, num_ranks=2)
 
 
 def test_gathers_over_gloo_map_no_region() -> None:

@@ -34,9 +34,12 @@ def sum_of_partials(partials_TRM: torch.Tensor, has_TR: torch.Tensor) -> torch.T
     """Return the sums [T, M] of the ranks' partial sums of the same tokens, in the same order.
 
     `has_TR`: whether a rank has an expert of a token; else its row counts as nothing. A token without any gets 0.
+    `partials_TRM` is changed: few rows count as nothing, and a copy of all takes as long as the sums.
     """
-    present_TRM = partials_TRM.masked_fill(~has_TR[..., None], _NOTHING)
-    return _tree_sum(present_TRM).masked_fill_(~has_TR.any(1, keepdim=True), 0.0)
+    partials_TRM[(~has_TR).nonzero(as_tuple=True)] = _NOTHING
+    sums_TM = _tree_sum(partials_TRM)
+    sums_TM[~has_TR.any(1)] = 0.0
+    return sums_TM
 
 
 def _tree_sum(rows_TRM: torch.Tensor) -> torch.Tensor:
