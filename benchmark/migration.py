@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.zmq_channel import ZmqChannel
 from sgl_batch.migration.endpoints import Endpoints

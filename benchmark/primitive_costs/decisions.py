@@ -15,7 +15,9 @@ from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan, make_plan
 from sgl_batch.core.primitives import combine
-from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group, plan_moves
+from sgl_batch.core.rank_agreement import decide_group
+from sgl_batch.core.rank_moves import Migration, plan_moves
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.residency import decide_residency, pages_to_run
 from sgl_batch.core.resident_prompts import ResidentPrompts
 from sgl_batch.core.sequence import SequenceState, Status

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sgl_batch.core.actions import EndPartition, Hold, Migrate, Partition, PrefillPhase
 from sgl_batch.core.arrival_room import ArrivalRoom
 from sgl_batch.core.group_view import GroupView
 from sgl_batch.core.partition import refusal
-
-if TYPE_CHECKING:
-    from sgl_batch.core.rank_agreement import Movable
+from sgl_batch.core.rank_state import Movable
 
 _REFILL, _LONG_TAIL = (Migrate, PrefillPhase), (Migrate, Partition, EndPartition, Hold)
 _MOST_NAMED = 3

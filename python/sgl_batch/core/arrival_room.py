@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sgl_batch.core.rank_agreement import Movable, RankState
+from sgl_batch.core.rank_state import Movable, RankState
 
 
 @dataclass(slots=True, kw_only=True)

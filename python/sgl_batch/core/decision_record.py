@@ -15,7 +15,9 @@ from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import GroupDecision, Migration, Movable, RankState
+from sgl_batch.core.rank_agreement import GroupDecision
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import of_prompt
 

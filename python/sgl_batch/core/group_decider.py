@@ -8,7 +8,9 @@ from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.group_callbacks import BUILT_IN, Callbacks
 from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankState, decide_group
+from sgl_batch.core.rank_agreement import GroupDecision, decide_group
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import RankState
 
 
 class GroupDecider:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from sgl_batch.core.actions import Actions, Migrate
 from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.partition import anything_waits, partitioned_sets
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.tail_cost import LongTail
-
-if TYPE_CHECKING:
-    from sgl_batch.core.rank_agreement import Movable, RankState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

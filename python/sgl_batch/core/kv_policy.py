@@ -15,7 +15,7 @@ from sgl_batch.core.growth import extend_waiting
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State, refill_or_go_on
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import Movable
+from sgl_batch.core.rank_state import Movable
 
 
 class KVPolicy(Protocol):

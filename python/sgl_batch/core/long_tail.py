@@ -10,19 +10,15 @@ sequences are left, and how many tokens one of them is expected to generate yet.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sgl_batch.core.actions import Actions, Hold, Migrate
 from sgl_batch.core.arrival_room import ArrivalRoom
 from sgl_batch.core.group_view import GroupView
 from sgl_batch.core.partition import ends_of, refusal, whole_set
+from sgl_batch.core.rank_state import Movable
 from sgl_batch.core.tail_cost import Straggler, expected_left
 
-if TYPE_CHECKING:
-    from sgl_batch.core.rank_agreement import Movable
-
 # A running sequence that may change its rank, and its rank.
-_Placed = tuple[int, "Movable"]
+_Placed = tuple[int, Movable]
 
 
 def on_long_tail(view: GroupView) -> Actions:

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from sgl_batch.core.actions import EndPartition, Partition
 from sgl_batch.core.plan import Plan
-
-if TYPE_CHECKING:  # it decides over the states of ranks, and rank_agreement calls it
-    from sgl_batch.core.rank_agreement import RankState
+from sgl_batch.core.rank_state import RankState
 
 
 def partitioned_sets(ranks: Iterable[RankState]) -> list[frozenset[int]]:

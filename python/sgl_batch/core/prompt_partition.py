@@ -12,17 +12,14 @@ prompts are shared or, where it does not, the measured cost.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from sgl_batch.core.actions import Partition, Prefill
 from sgl_batch.core.page_boundary import BoundaryAction
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.sequence import SequenceState
-
-if TYPE_CHECKING:  # it decides over the states of ranks, and rank_agreement calls it
-    from sgl_batch.core.rank_agreement import RankState
 
 
 def shared_prompt(

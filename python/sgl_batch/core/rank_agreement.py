@@ -21,21 +21,16 @@ from sgl_batch.core.actions import (
     Refill,
 )
 from sgl_batch.core.admission import unit_pages
-from sgl_batch.core.admission_policy import RESERVE, AsNoted
 from sgl_batch.core.ended_lengths import EndedLengths
-from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.group_callbacks import BUILT_IN, CallbackFault, Callbacks
 from sgl_batch.core.group_view import GroupView
 from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_boundary, prefill_units
-from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.partition import anything_waits, at_every_other_boundary, ends_of, without_replicas
 from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan, num_expert_calls
 from sgl_batch.core.prompt_partition import shared_prompt
-from sgl_batch.core.rank_moves import Migration as Migration
-from sgl_batch.core.rank_moves import Move as Move
-from sgl_batch.core.rank_moves import as_migrates, moves_of
-from sgl_batch.core.rank_moves import plan_moves as plan_moves
+from sgl_batch.core.rank_moves import Migration, Move, as_migrates, moves_of, plan_moves
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.sequence import SequenceState
 
 # How many queued sequences a rank sends at a boundary: enough for any prefill group, and few of a queue of millions.
@@ -111,103 +106,6 @@ def rank_is_due(state: State, plan: Plan) -> bool:
     if not (state.changed and waiting):
         return False
     return state.running * 2 <= plan.decode.b_moe and waiting >= state.running
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Movable:
-    """A waiting or running sequence that may change its rank, with `tokens` of KV.
-
-    It reserves `pages` where it arrives, and can need `gap` more. A sequence that belongs to several ranks stays with
-    them. `replicable`: whether it would end at the same step on each of several ranks.
-    """
-
-    sequence: SequenceState
-    tokens: int
-    pages: int
-    gap: int = 0
-    replicable: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankState:
-    """A rank at a boundary: its state, its account of pages for admission, and the sequences that may leave it.
-
-    `ended`: lengths of the outputs that have ended there since the last boundary.
-    `overflow_pages`, `largest` and `capacity` are for an exclusive store. `grows`, `largest_gap` and `has_waiting` are
-    for reservations that grow, as in its `PageLedger`. `ready` and `running`: the waiting and the running sequences
-    that may leave. `partition`: the set of ranks that it is partitioned with; empty if it is not. `replicas`: how many
-    of its running sequences other ranks own. `takes_replicas`: whether it can be partitioned.
-    """
-
-    state: State
-    total_pages: int
-    free_pages: int
-    overflow_pages: int = 0
-    largest: int = 0
-    grows: bool = False
-    largest_gap: int = 0
-    has_waiting: bool = False
-    capacity: TierCapacity | None = None
-    ready: Sequence[Movable] = ()
-    running: Sequence[Movable] = ()
-    ended: tuple[int, ...] = ()
-    partition: frozenset[int] = frozenset()
-    replicas: int = 0
-    takes_replicas: bool = True
-
-    @classmethod
-    def of(
-        cls,
-        state: State,
-        account: PageLedger,
-        capacity: TierCapacity | None,
-        movable: tuple[Sequence[Movable], Sequence[Movable]],
-        *,
-        ended: Sequence[int] = (),
-        partition: frozenset[int] = frozenset(),
-        replicas: int = 0,
-        takes_replicas: bool = True,
-    ) -> RankState:
-        """Return the state of a rank with this account of admission. `movable`: waiting and running sequences."""
-        ready, running = movable
-        return cls(
-            state=state,
-            total_pages=account.total_pages,
-            free_pages=account.free_pages,
-            overflow_pages=account.overflow_pages,
-            largest=account.largest,
-            grows=account.policy.grows,
-            largest_gap=account.largest_gap,
-            has_waiting=account.has_waiting,
-            capacity=capacity,
-            ready=ready,
-            running=running,
-            ended=tuple(ended),
-            partition=partition,
-            replicas=replicas,
-            takes_replicas=takes_replicas,
-        )
-
-    @property
-    def num_resident(self) -> int:
-        """The number of its sequences that run or have been prefilled."""
-        return self.state.running + len(self.state.ready) + self.state.returning
-
-    def ledger(self, page_size: int) -> PageLedger:
-        """Return the account as a ledger, in which the reservations have no owners.
-
-        Where reservations grow, a queued sequence reserves what its own rank has noted of it.
-        """
-        policy = AsNoted() if self.grows else RESERVE
-        ledger = PageLedger(self.total_pages, page_size, overflow_pages=self.overflow_pages, policy=policy)
-        if self.largest:
-            ledger.reserve("largest", self.largest)
-        if self.largest_gap:
-            ledger.reserve("largest gap", 0, whole=self.largest_gap)
-        if self.has_waiting:
-            ledger.away.add("waits")
-        ledger.add_prompt_pages(ledger.free_pages - self.free_pages)
-        return ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,11 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from sgl_batch.core.actions import Actions, Migrate
 from sgl_batch.core.arrival_room import ArrivalRoom
 from sgl_batch.core.plan import Plan
-
-if TYPE_CHECKING:
-    from sgl_batch.core.rank_agreement import Movable, RankState
+from sgl_batch.core.rank_state import Movable, RankState
 
 # More pages than any account has.
 _NOTHING_MOVES = 1 << 62

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
 
 from sgl_batch.core.actions import Actions, Migrate, PrefillPhase
 from sgl_batch.core.arrival_room import ArrivalRoom
 from sgl_batch.core.group_view import GroupView
-
-if TYPE_CHECKING:
-    from sgl_batch.core.rank_agreement import Movable, RankState
+from sgl_batch.core.rank_state import Movable, RankState
 
 
 def on_refill(view: GroupView) -> Actions:

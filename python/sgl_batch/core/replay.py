@@ -26,7 +26,9 @@ from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.plan_in_force import PlanInForce
-from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
+from sgl_batch.core.rank_agreement import decide_group
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.resident_prompts import ResidentPrompts
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed

@@ -32,7 +32,7 @@ from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import Movable
+from sgl_batch.core.rank_state import Movable
 from sgl_batch.core.residency import Residency, decide_residency, pages_to_run
 from sgl_batch.core.sequence import SequenceState
 

@@ -47,7 +47,7 @@ from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.primitives import combine
-from sgl_batch.core.rank_agreement import Movable
+from sgl_batch.core.rank_state import Movable
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import SequenceQueue
 from sgl_batch.kv_offload.kv_form import KVForm

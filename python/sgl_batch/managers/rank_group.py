@@ -17,7 +17,8 @@ from sgl_batch.core.group_callbacks import BUILT_IN, Callbacks
 from sgl_batch.core.group_decider import GroupDecider
 from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import GroupStep, Migration, RankHeader, next_step
+from sgl_batch.core.rank_agreement import GroupStep, RankHeader, next_step
+from sgl_batch.core.rank_moves import Migration
 from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.channel import Channel
 from sgl_batch.errors import EngineError

@@ -7,7 +7,8 @@ import msgspec
 from sgl_batch.core.actions import Partition, Prefill, Refill
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
-from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupDecision, GroupStep, Movable, RankState, StepKind
+from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupDecision, GroupStep, StepKind
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState, Status
 
 

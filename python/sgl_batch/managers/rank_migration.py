@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.managers.boundary_executor import BoundaryExecutor

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.managers.boundary_executor import BoundaryExecutor

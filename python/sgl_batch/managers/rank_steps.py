@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission, note_expected
 from sgl_batch.core.page_boundary import State
-from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupStep, Move, RankHeader, RankState, StepKind, rank_is_due
+from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupStep, RankHeader, StepKind, rank_is_due
+from sgl_batch.core.rank_moves import Move
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup

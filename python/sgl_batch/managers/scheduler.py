@@ -16,7 +16,7 @@ from sgl_batch.core.group_callbacks import BUILT_IN
 from sgl_batch.core.order import make_order
 from sgl_batch.core.page_boundary import boundary_due
 from sgl_batch.core.plan_change import PlanChange
-from sgl_batch.core.rank_agreement import Migration
+from sgl_batch.core.rank_moves import Migration
 from sgl_batch.core.start_choices import OFF, StartChoices, line_of
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.errors import ConfigError

@@ -17,7 +17,7 @@ from sgl_batch.core.decision_record import arrival_record
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import migrate, partition, yield_
-from sgl_batch.core.rank_agreement import Movable
+from sgl_batch.core.rank_state import Movable
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequencesView
 from sgl_batch.managers.trace import TraceWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.distributed.rank_errors import BadMessage, PeerLost, PeerTimeout, RankError
 from sgl_batch.migration.endpoints import Endpoints
 from sgl_batch.migration.messages import Message, MigrationBatchId

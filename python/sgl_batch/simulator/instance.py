@@ -14,7 +14,8 @@ from sgl_batch.core.actions import Action, BeginInterval, Idle, Join, Prefill, R
 from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.group_decider import GroupDecider
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankHeader, StepKind, next_step
+from sgl_batch.core.rank_agreement import GroupDecision, RankHeader, StepKind, next_step
+from sgl_batch.core.rank_moves import Migration
 from sgl_batch.planner.pass_cost import COPIES, PassTime
 from sgl_batch.planner.roofline import OVERHEAD
 from sgl_batch.simulator.decode_group import NEVER

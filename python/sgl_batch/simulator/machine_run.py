@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from sgl_batch.core.admission_policy import make_admission
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import Migration
+from sgl_batch.core.rank_moves import Migration
 from sgl_batch.planner.candidate import DEVICE, EXCLUSIVE, INCLUSIVE, STREAMED, Candidate, flags_of
 from sgl_batch.planner.cost_model import CostModel
 from sgl_batch.planner.model_layers import ModelLayers

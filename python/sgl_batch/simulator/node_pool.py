@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.simulator.rank import SimulatedRank
 
 

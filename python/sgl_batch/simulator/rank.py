@@ -29,7 +29,8 @@ from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import combine, migrate, yield_
-from sgl_batch.core.rank_agreement import MOST_QUEUED, Movable, RankHeader, RankState, rank_is_due
+from sgl_batch.core.rank_agreement import MOST_QUEUED, RankHeader, rank_is_due
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequencesView
 from sgl_batch.simulator.decode_group import DecodeGroup, Returning

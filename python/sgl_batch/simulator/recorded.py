@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_batch.core.admission_policy import AdmissionPolicy
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import Migration
+from sgl_batch.core.rank_moves import Migration
 from sgl_batch.core.replay import plan_of
 from sgl_batch.core.sequence import Status
 from sgl_batch.errors import ConfigError

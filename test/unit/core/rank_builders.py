@@ -7,7 +7,7 @@ from dataclasses import replace
 from sequence_builders import plan, sequence
 
 from sgl_batch.core.page_boundary import State
-from sgl_batch.core.rank_agreement import Movable, RankState
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState, Status
 
 PLAN = plan(b_moe=8, boundary_tokens=4, refill_watermark=0.75, ready_target=12)

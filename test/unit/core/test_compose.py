@@ -15,7 +15,9 @@ from sgl_batch.core.kv_policy import DeviceOnly
 from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
-from sgl_batch.core.rank_agreement import Migration, RankState, decide_group
+from sgl_batch.core.rank_agreement import decide_group
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.store_policies import Exclusive
 from sgl_batch.errors import ConfigError

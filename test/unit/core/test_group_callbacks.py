@@ -22,7 +22,9 @@ from sgl_batch.core.group_callbacks import Callbacks
 from sgl_batch.core.group_decider import GroupDecider
 from sgl_batch.core.group_view import GroupView
 from sgl_batch.core.long_tail import hold_level
-from sgl_batch.core.rank_agreement import Migration, RankState, decide_group
+from sgl_batch.core.rank_agreement import decide_group
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.refill import prefill_first
 from sgl_batch.core.replay import replay
 from sgl_batch.errors import ConfigError

@@ -15,7 +15,9 @@ from sgl_batch.core.actions import Idle, Prefill
 from sgl_batch.core.admission import Admission, note_expected, select_prefill_group
 from sgl_batch.core.admission_policy import Forecast, TwoPage
 from sgl_batch.core.page_ledger import PageLedger
-from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group, plan_moves
+from sgl_batch.core.rank_agreement import decide_group
+from sgl_batch.core.rank_moves import Migration, plan_moves
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.replay import replay
 
 # Jobs in which sequences move, outgrow their reservations and give way; and the pages to which they can.

@@ -17,7 +17,9 @@ from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.group_callbacks import Callbacks
 from sgl_batch.core.group_view import GroupView
 from sgl_batch.core.long_tail import hold_level, on_long_tail, set_size
-from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
+from sgl_batch.core.rank_agreement import decide_group
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import Status
 from sgl_batch.core.tail_cost import LongTail, Sets
 

@@ -12,7 +12,9 @@ from sequence_builders import sequence
 from sgl_batch.core.actions import EndPartition, Migrate, Partition, Prefill, Refill, Step
 from sgl_batch.core.decision_record import group_record
 from sgl_batch.core.partition import refusal, whole_set
-from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankState, decide_group
+from sgl_batch.core.rank_agreement import GroupDecision, decide_group
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.replay import replay
 from sgl_batch.core.sequence import Status
 

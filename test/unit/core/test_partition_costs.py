@@ -14,7 +14,9 @@ from sgl_batch.core.decision_record import group_record
 from sgl_batch.core.group_decider import GroupDecider
 from sgl_batch.core.group_view import GroupView
 from sgl_batch.core.partition_costs import MeasuredPasses, PartitionCosts
-from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankState, decide_group
+from sgl_batch.core.rank_agreement import GroupDecision, decide_group
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.replay import replay
 from sgl_batch.core.sequence import Status
 

@@ -14,7 +14,9 @@ from virtual_ranks import Log, VirtualRanks
 
 from sgl_batch.core.actions import Idle, Partition, Prefill
 from sgl_batch.core.decision_record import group_record
-from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankState, decide_group
+from sgl_batch.core.rank_agreement import GroupDecision, decide_group
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.replay import replay
 from sgl_batch.core.sequence import SequenceState
 

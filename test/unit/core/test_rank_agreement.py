@@ -15,15 +15,14 @@ from sgl_batch.core.plan import PhasePlan, Plan
 from sgl_batch.core.rank_agreement import (
     GroupDecision,
     GroupStep,
-    Migration,
-    Move,
     RankHeader,
-    RankState,
     StepKind,
     decide_group,
     next_step,
     rank_is_due,
 )
+from sgl_batch.core.rank_moves import Migration, Move
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.sequence import Status
 from sgl_batch.core.units import FUSED
 

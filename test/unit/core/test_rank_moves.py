@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from rank_builders import PLAN, movable, rank, running
 from sequence_builders import sequence
 
-from sgl_batch.core.rank_agreement import Migration, RankState, plan_moves
+from sgl_batch.core.rank_moves import Migration, plan_moves
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.sequence import Status
 
 

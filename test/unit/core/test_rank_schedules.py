@@ -10,7 +10,7 @@ from sequence_builders import plan
 from virtual_ranks import Log, VirtualRanks
 from virtual_sequences import Request
 
-from sgl_batch.core.rank_agreement import Migration
+from sgl_batch.core.rank_moves import Migration
 
 
 def run(scenario: Scenario, migration: Migration) -> Log:

@@ -11,7 +11,9 @@ from sequence_builders import sequence
 
 from sgl_batch.core.actions import Refill
 from sgl_batch.core.group_callbacks import BUILT_IN, Callbacks
-from sgl_batch.core.rank_agreement import GroupDecision, Migration, RankState, decide_group
+from sgl_batch.core.rank_agreement import GroupDecision, decide_group
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.refill import prefill_first
 from sgl_batch.core.sequence import Status
 

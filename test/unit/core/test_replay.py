@@ -19,7 +19,8 @@ from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan_in_force import PlanInForce
-from sgl_batch.core.rank_agreement import Migration, decide_group
+from sgl_batch.core.rank_agreement import decide_group
+from sgl_batch.core.rank_moves import Migration
 from sgl_batch.core.replay import POLICIES, ReplayError, replay
 from sgl_batch.core.resident_prompts import ResidentPrompts
 from sgl_batch.core.sequence import Status

@@ -27,7 +27,7 @@ from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
-from sgl_batch.core.rank_agreement import Movable
+from sgl_batch.core.rank_state import Movable
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 

@@ -38,7 +38,7 @@ from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.prefixes import PrefixTree, estimate_shared
 from sgl_batch.core.primitives import combine, migrate, yield_
-from sgl_batch.core.rank_agreement import Movable, RankState
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.metrics.counters import PartClock
 

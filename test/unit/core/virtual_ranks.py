@@ -21,17 +21,9 @@ from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.group_callbacks import BUILT_IN, Callbacks
 from sgl_batch.core.group_decider import GroupDecider
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import (
-    GroupDecision,
-    Migration,
-    Move,
-    RankHeader,
-    RankState,
-    StepKind,
-    decide_group,
-    next_step,
-    rank_is_due,
-)
+from sgl_batch.core.rank_agreement import GroupDecision, RankHeader, StepKind, decide_group, next_step, rank_is_due
+from sgl_batch.core.rank_moves import Migration, Move
+from sgl_batch.core.rank_state import RankState
 
 # Boundaries in a row without a forward pass: where all runners have given way, the next one waits for KV.
 _MOST_BOUNDARIES = 3

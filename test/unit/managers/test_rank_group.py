@@ -12,14 +12,9 @@ from rank_builders import rank as a_rank
 from rank_wires import MemoryChannel, all_at_once, in_memory, over_sockets
 from sequence_builders import choices, sequence
 
-from sgl_batch.core.rank_agreement import (
-    GroupStep,
-    Migration,
-    RankHeader,
-    RankState,
-    StepKind,
-    next_step,
-)
+from sgl_batch.core.rank_agreement import GroupStep, RankHeader, StepKind, next_step
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout
 from sgl_batch.distributed.shared_memory_all_gather import ALL_GATHER_BYTES, SharedMemoryAllGather

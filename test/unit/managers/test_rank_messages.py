@@ -13,7 +13,9 @@ from sequence_builders import sequence
 
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
-from sgl_batch.core.rank_agreement import Migration, Movable, RankState, decide_group
+from sgl_batch.core.rank_agreement import decide_group
+from sgl_batch.core.rank_moves import Migration
+from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.managers import rank_messages
 from sgl_batch.managers.rank_messages import (

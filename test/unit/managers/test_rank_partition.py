@@ -12,7 +12,7 @@ from scheduler_stand_ins import request
 from test_sequence_table import NoSharing, ended, make_running
 
 from sgl_batch.core.page_ledger import PageLedger
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.managers import rank_partition
 from sgl_batch.managers.rank_messages import PartitionRow
 from sgl_batch.managers.rank_partition import RankPartition

@@ -21,7 +21,7 @@ from virtual_sequences import Batch, Request, Running
 
 from sgl_batch.core.actions import Partition
 from sgl_batch.core.admission_policy import Forecast, TwoPage
-from sgl_batch.core.rank_agreement import Migration, Move
+from sgl_batch.core.rank_moves import Migration, Move
 from sgl_batch.core.topology import Topology
 from sgl_batch.managers import rank_messages
 from sgl_batch.managers.rank_group import RankGroup

@@ -13,7 +13,7 @@ import torch
 from rank_scenarios import Scenario, tight
 from virtual_ranks import Part, VirtualRanks
 
-from sgl_batch.core.rank_agreement import Migration
+from sgl_batch.core.rank_moves import Migration
 from sgl_batch.managers.steps_in_flight import StepInFlight, StepsInFlight, is_wanted, with_copied_results
 
 

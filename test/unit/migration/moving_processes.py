@@ -18,7 +18,7 @@ import torch.distributed as dist
 from injected_faults import Delays, FaultyChannel, FaultyStore, FaultyTransport, Trap
 from page_store import NUM_LAYERS, PAGE_SHAPE
 
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.zmq_channel import ZmqChannel
 from sgl_batch.migration.endpoints import Endpoints

@@ -10,7 +10,7 @@ from injected_faults import FIRST_CHUNK
 from moving_processes import Answer, RankPlan, rank_processes
 from page_store import PAGE_SHAPE
 
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.migration.outcome import Result
 
 NAMES = ["a", "b", "c"]

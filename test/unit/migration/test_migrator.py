@@ -6,7 +6,7 @@ import pytest
 from memory_wires import MemoryChannel, MemoryTransport
 from page_store import PageStore
 
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.distributed.rank_errors import PeerLost, PeerTimeout
 from sgl_batch.migration.endpoints import Endpoints
 from sgl_batch.migration.migrator import Migrator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from moving_processes import RankPlan, RankProcess, rank_processes, run_all
 
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.migration.outcome import Result
 
 

@@ -7,7 +7,7 @@ from injected_faults import FIRST_CHUNK
 from moving_processes import RankPlan, rank_processes, run_all
 from page_store import PAGE_SHAPE
 
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.migration.outcome import Result
 
 NAMES = ["a", "b"]

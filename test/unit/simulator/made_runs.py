@@ -13,7 +13,7 @@ import numpy as np
 from sgl_batch.core.admission_policy import make_admission
 from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.plan import PhasePlan, Plan
-from sgl_batch.core.rank_agreement import Migration
+from sgl_batch.core.rank_moves import Migration
 from sgl_batch.planner.pass_cost import PassTime
 from sgl_batch.simulator.instance import Instance
 from sgl_batch.simulator.kv_forms import KVForm, RankPages, make_form

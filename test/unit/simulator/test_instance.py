@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_batch.core.rank_agreement import Migration
+from sgl_batch.core.rank_moves import Migration
 from sgl_batch.core.replay import replay_trace
 from sgl_batch.simulator.instance import Instance
 from sgl_batch.simulator.kv_forms import RankPages, make_form

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sgl_batch.core.actions import Prefill
 from sgl_batch.core.admission import Admission
-from sgl_batch.core.rank_agreement import Move
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.planner.workload import Request, Workload
 from sgl_batch.simulator.kv_forms import RankPages
 from sgl_batch.simulator.lengths import requests_like
