@@ -3,8 +3,9 @@
 Theory of operation. Weights take no more: a rank's share of a product is some of a weight's columns, where they lie.
 The KV of replicas takes none either: it lies in pages of the pool, and a rank without enough free pages is not
 partitioned. Columns of experts that ranks share (--partition-experts split) are copied, as many bytes as a rank's own
-experts have. And two things take memory in any case. A rank maps the region of every rank of each of its sets, through which columns are
-gathered. And in a pass that all ranks share, each rank holds the partial sums of the experts of all ranks at once.
+experts have. And two things take memory in any case. A rank maps the region of every rank of each of its sets, through
+which columns are gathered. And in a pass that all ranks share, each rank holds the partial sums of the experts of all
+ranks at once.
 """
 
 from __future__ import annotations
