@@ -79,10 +79,8 @@ def _check_moves(moves: Iterable[Migrate], view: GroupView) -> None:
                 )
             room = rooms[move.target]
             if not room.fits(item):
-                raise _WrongError(
-                    f"{_named(move)}, and {sequence.sequence_id} takes {item.pages} pages where {room.pages} are free, "
-                    f"and a request slot where {room.request_slots} are"
-                )
+                takes = f"{sequence.sequence_id} takes {item.new_pages} pages where {room.pages} are free"
+                raise _WrongError(f"{_named(move)}, and {takes}, and a request slot where {room.request_slots} are")
             room.take(item)
 
 

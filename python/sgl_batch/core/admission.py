@@ -60,8 +60,8 @@ def refusal(
     if need > ledger.total_pages:
         where = f"the device holds {ledger.total_pages}"
         remedy = f"--device-memory, or --max-total-tokens to at least {need * page}"
-    elif store is not None and need > store.total_pages:
-        where, remedy = f"the host KV store holds {store.total_pages}", "--kv-store-bytes"
+    elif store is not None and need > store.most_pages:
+        where, remedy = f"the host KV store holds {store.most_pages}", "--kv-store-bytes"
     else:
         return None
     return (
@@ -130,7 +130,8 @@ def member_pages(unit: Admission, ledger: PageLedger, plan: Plan | None = None) 
     return [leader, *(first_pages(follower, ledger, plan) - shared for follower in unit.followers)]
 
 
-def _largest_gap(unit: Admission, ledger: PageLedger, plan: Plan | None) -> int:
+def largest_gap(unit: Admission, ledger: PageLedger, plan: Plan | None) -> int:
+    """Return the most pages that a member of a unit can need beyond what it reserves."""
     if not ledger.policy.grows:
         return 0
     return max(ledger.whole_pages(member) - first_pages(member, ledger, plan) for member in unit.members)
@@ -150,7 +151,7 @@ def select_prefill_group(
     A unit that does not fit now blocks the units behind it, so that no sequence starves. A prompt longer than `b_moe`
     forms a group of its own. A unit that is too large even for an empty device is taken without its followers, which
     then queue as units of their own and come next. Nothing is taken while an admitted sequence waits for pages of the
-    account: it comes first.
+    account, because it comes first, nor while the account's lease admits none.
 
     Args:
         units: candidates in the order of the queue; read one past the last that is taken. The call notes in their
@@ -167,15 +168,15 @@ def select_prefill_group(
     chosen: list[Admission] = []
     tokens, slots = taken, free_request_slots
     need = largest = gap = 0
-    if ledger.has_waiting:
+    if ledger.has_waiting or not ledger.admits:
         return []
     for whole in units:
         note_expected(whole, ledger.policy)
-        unit, pages, unit_gap = whole, member_pages(whole, ledger, plan), _largest_gap(whole, ledger, plan)
-        cut = sum(pages) > ledger.limit(max(pages), unit_gap)
+        unit, pages, unit_gap = whole, member_pages(whole, ledger, plan), largest_gap(whole, ledger, plan)
+        cut = sum(pages) > ledger.most(max(pages), unit_gap)
         if cut:
             unit = Admission(leader=whole.leader)
-            pages, unit_gap = member_pages(unit, ledger, plan), _largest_gap(unit, ledger, plan)
+            pages, unit_gap = member_pages(unit, ledger, plan), largest_gap(unit, ledger, plan)
         rows = unit.leader.prefill_rows
         need, largest, gap = need + sum(pages), max(largest, *pages), max(gap, unit_gap)
         full = tokens and tokens + rows > b_moe

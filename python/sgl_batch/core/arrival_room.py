@@ -14,7 +14,7 @@ class ArrivalRoom:
     pages: pages in the account of admission that are free or kept for the largest gap.
     largest_gap: the most pages that one sequence can need beyond its reservation.
     has_waiting: whether sequences wait there for pages of the account: they come before any that would arrive.
-    tokens: tokens for which an exclusive store has pages; None without one.
+    tokens: tokens for which an exclusive store of its own has pages; None without one.
     request_slots: how many more sequences it can hold.
     """
 
@@ -27,7 +27,7 @@ class ArrivalRoom:
     @classmethod
     def of(cls, rank: RankState, page_size: int, *, kept_pages: int = 0) -> ArrivalRoom:
         """Return the room of a rank. `kept_pages`: pages that stay free, with a request slot if there are any."""
-        stored = None if rank.capacity is None else (rank.capacity.store - kept_pages) * page_size
+        stored = None if rank.capacity is None or rank.store else (rank.capacity.store - kept_pages) * page_size
         return cls(
             pages=rank.free_pages + rank.largest_gap - kept_pages,
             largest_gap=rank.largest_gap,
@@ -39,12 +39,12 @@ class ArrivalRoom:
     def fits(self, item: Movable) -> bool:
         """Return whether a sequence can arrive."""
         stored = self.tokens is None or item.tokens <= self.tokens
-        pages = item.pages + max(self.largest_gap, item.gap)
+        pages = item.new_pages + max(self.largest_gap, item.gap)
         return self.request_slots > 0 and not self.has_waiting and pages <= self.pages and stored
 
     def take(self, item: Movable) -> None:
         """Let a sequence arrive that fits."""
-        self.pages -= item.pages
+        self.pages -= item.new_pages
         self.largest_gap = max(self.largest_gap, item.gap)
         if self.tokens is not None:
             self.tokens -= item.tokens

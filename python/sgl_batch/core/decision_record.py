@@ -126,6 +126,9 @@ class Observed:
                 "overflow_pages": admission.overflow_pages,
                 "largest": admission.largest,
                 "free_pages": admission.free_pages,
+                "pool_pages": admission.pool_pages,
+                "admits": admission.admits,
+                "two_tiers": admission.two_tiers,
                 "is_device": admission is kv.device,
                 **_plain_growth(admission),
             },
@@ -206,7 +209,7 @@ def arrival_record(
         "sequence": rows_of([sequence])[0],
         "page_size": device.page_size,
         "device_pages": device.total_pages,
-        "store_pages": None if store is None else store.total_pages,
+        "store_pages": None if store is None else store.most_pages,
         "most_prompt_tokens": most_prompt_tokens,
         "actions": plain_actions(actions),
     }
@@ -261,6 +264,7 @@ def plain_group(decision: GroupDecision) -> Plain:
         "prefill": decision.prefill,
         "expert_calls": decision.expert_calls,
         "fault": None if decision.fault is None else decision.fault.text,
+        "leases": [asdict(lease) for lease in decision.leases],
     }
 
 
@@ -286,17 +290,13 @@ def _plain_rank(rank: RankState) -> Plain:
         "replicas": rank.replicas,
         "takes_replicas": rank.takes_replicas,
         "ended": list(rank.ended),
+        "store": None if rank.store is None else asdict(rank.store),
+        "lacking": rank.lacking,
     }
 
 
 def _plain_movable(items: Iterable[Movable]) -> list[Mapping[str, Any]]:
+    numbers = ("tokens", "pages", "gap", "leased", "replicable")
     return [
-        {
-            "sequence": rows_of([item.sequence])[0],
-            "tokens": item.tokens,
-            "pages": item.pages,
-            "gap": item.gap,
-            "replicable": item.replicable,
-        }
-        for item in items
+        {"sequence": rows_of([item.sequence])[0], **{name: getattr(item, name) for name in numbers}} for item in items
     ]

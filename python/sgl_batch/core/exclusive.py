@@ -58,7 +58,8 @@ def assign_tier(
     """
     room = on_device = None
     for whole in units:
-        cut = whole.followers and (not capacity.to_store or _store_blocks(whole, ledger) > ledger.overflow_pages)
+        most_blocks = max(ledger.overflow_pages, ledger.pool_pages)
+        cut = whole.followers and (not capacity.to_store or _store_blocks(whole, ledger) > most_blocks)
         unit = Admission(leader=whole.leader) if cut else whole
         if room is None:
             on_device = stays_on_device([unit], capacity, ledger, plan)

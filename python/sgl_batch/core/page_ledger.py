@@ -27,17 +27,29 @@ class PageLedger:
             no pages are shared.
         policy: how much of its need a sequence reserves when it is admitted. If reservations grow, the theory is in
             core/growth.
+        pool_pages: pages of a store that several accounts share. What this one has of it is a lease (core/store_lease):
+            its overflow pages, or without a store of that kind all its pages. 0 if it shares with no other.
+        two_tiers: whether there is an exclusive store even if it has no overflow pages now.
 
+    admits: whether new owners are admitted; a lease may forbid it. Owners that arrive from other ranks are not new.
     borrower: the owner that uses more than it has reserved; None if none does.
     stalled: owners that wait until their reservations can grow, with their arrivals.
     away: owners that have given way to others with all their KV, and hold nothing here until they come back.
     """
 
     def __init__(
-        self, total_pages: int, page_size: int, *, overflow_pages: int = 0, policy: AdmissionPolicy = RESERVE
+        self,
+        total_pages: int,
+        page_size: int,
+        *,
+        overflow_pages: int = 0,
+        policy: AdmissionPolicy = RESERVE,
+        pool_pages: int = 0,
+        two_tiers: bool = False,
     ) -> None:
-        self.total_pages, self.overflow_pages = total_pages, overflow_pages
+        self.total_pages, self.overflow_pages, self.pool_pages = total_pages, overflow_pages, pool_pages
         self.page_size, self.policy = page_size, policy
+        self.two_tiers, self.admits = two_tiers or overflow_pages > 0, True
         self.borrower: str | None = None
         self.stalled: dict[str, int] = {}
         self.away: set[str] = set()
@@ -74,6 +86,37 @@ class PageLedger:
         `gap`: the most pages by which a reservation is less than its owner's whole need.
         """
         return self.total_pages - gap + max(0, self.overflow_pages - largest)
+
+    @property
+    def most_pages(self) -> int:
+        """The most pages that one owner can have: those of the whole pool, if the account leases all its pages."""
+        return self.total_pages if self.two_tiers else max(self.total_pages, self.pool_pages)
+
+    def most(self, largest: int, gap: int = 0) -> int:
+        """Return what `limit` would be with a lease of the whole pool."""
+        if not self.two_tiers:
+            return self.most_pages - gap
+        return self.total_pages - gap + max(0, max(self.overflow_pages, self.pool_pages) - largest)
+
+    def lease(self, pages: int, *, admits: bool = True) -> None:
+        """Set what the account has of the pool. It must suffice for what is reserved.
+
+        `admits`: whether new owners are admitted until the next call.
+        """
+        if self.two_tiers:
+            self.overflow_pages = pages
+        else:
+            self.total_pages = pages
+        self.admits = admits
+        assert self.free_pages >= 0, f"a lease of {pages} pages is {-self.free_pages} less than what is reserved"
+
+    @property
+    def least_lease(self) -> int:
+        """The smallest lease that suffices for what is reserved."""
+        if not self.two_tiers:
+            return self.reserved_pages + self.largest_gap
+        over = self.reserved_pages - self.total_pages
+        return over + self.largest if over > 0 else 0
 
     @property
     def free_pages(self) -> int:
@@ -189,10 +232,17 @@ class PageLedger:
 
     def copy(self) -> PageLedger:
         """Return an equal account, in which to try what would be."""
-        other = PageLedger(self.total_pages, self.page_size, overflow_pages=self.overflow_pages, policy=self.policy)
+        other = PageLedger(
+            self.total_pages,
+            self.page_size,
+            overflow_pages=self.overflow_pages,
+            policy=self.policy,
+            pool_pages=self.pool_pages,
+            two_tiers=self.two_tiers,
+        )
         for owner, pages in self._reserved.items():
             other._set(owner, pages, self._whole.get(owner))
-        other.prompt_pages, other.borrower = self.prompt_pages, self.borrower
+        other.prompt_pages, other.borrower, other.admits = self.prompt_pages, self.borrower, self.admits
         other.stalled, other.away = dict(self.stalled), set(self.away)
         return other
 
@@ -223,7 +273,7 @@ class PageLedger:
 
     def pages_shared_by_choices(self, sequence: SequenceState) -> int:
         """Return the pages of a prompt that its choices share in this account."""
-        return 0 if self.overflow_pages else self.shared_pages(sequence)
+        return 0 if self.two_tiers else self.shared_pages(sequence)
 
 
 def _count_down(counter: Counter[int], key: int) -> None:

@@ -24,6 +24,7 @@ from sgl_batch.core.admission import unit_pages
 from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.group_callbacks import BUILT_IN, CallbackFault, Callbacks
 from sgl_batch.core.group_view import GroupView
+from sgl_batch.core.node_pool import with_leases
 from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_boundary, prefill_units
 from sgl_batch.core.partition import anything_waits, at_every_other_boundary, ends_of, without_replicas
 from sgl_batch.core.partition_costs import PartitionCosts
@@ -32,6 +33,7 @@ from sgl_batch.core.prompt_partition import shared_prompt
 from sgl_batch.core.rank_moves import Migration, Move, as_migrates, moves_of, plan_moves
 from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.sequence import SequenceState
+from sgl_batch.core.store_lease import Lease
 
 # How many queued sequences a rank sends at a boundary: enough for any prefill group, and few of a queue of millions.
 MOST_QUEUED = 2048
@@ -118,6 +120,7 @@ class GroupDecision:
     prefill: whether the ranks prefill.
     expert_calls: how many expert calls a layer takes in the next pass, on every rank.
     fault: what was wrong with the answer of a user's callback, instead of which the default has decided.
+    leases: by rank, its lease of the store that the ranks share, in force before its actions; empty without one.
     """
 
     actions: tuple[Actions, ...]
@@ -125,6 +128,7 @@ class GroupDecision:
     prefill: bool
     expert_calls: int
     fault: CallbackFault | None = None
+    leases: tuple[Lease, ...] = ()
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -167,8 +171,9 @@ def decide_group(
         ended: lengths of the outputs that have ended on all ranks; None if none is known.
         costs: measured seconds of passes that ranks share; None if they are not known.
     """
+    ranks, leases = with_leases(ranks, plan)
     if migration in (Migration.ALWAYS, Migration.PARTITION):
-        return _for_tests(ranks, plan, migration)
+        return replace(_for_tests(ranks, plan, migration), leases=leases)
     ends = ends_of(ranks) if anything_waits(ranks) else ()
     ranks = without_replicas(ranks, ends)
     own = [_at_boundary(rank, plan) for rank in ranks]
@@ -179,7 +184,7 @@ def decide_group(
         decision = _prefill_phase(ranks, own, plan, ends, costs)
     else:
         decision = _decode_phase(ranks, plan, (*ends, *actions))
-    return decision if fault is None else replace(decision, fault=fault)
+    return replace(decision, fault=fault, leases=leases)
 
 
 def _for_tests(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> GroupDecision:

@@ -70,7 +70,7 @@ class _Load:
     room: its room for sequences that arrive.
     free_rows: how many more it would decode at once; 0 if it has a queue, whose head may wait for the very pages that
         a sequence of another rank would take.
-    least_pages: no sequence of `movable` takes fewer pages.
+    least_pages: no sequence of `movable` takes fewer new pages.
     """
 
     total: int
@@ -128,7 +128,7 @@ def _load_of(rank: RankState, plan: Plan) -> _Load:
         movable=movable,
         room=ArrivalRoom.of(rank, plan.page_size),
         free_rows=0 if state.queued else plan.decode.b_moe - active,
-        least_pages=min((item.pages for item in movable), default=_NOTHING_MOVES),
+        least_pages=min((item.new_pages for item in movable), default=_NOTHING_MOVES),
     )
 
 

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_batch.core.admission_policy import RESERVE, AsNoted
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.sequence import SequenceState
+from sgl_batch.core.store_lease import Lease, StoreUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
     """A waiting or running sequence that may change its rank, with `tokens` of KV.
 
-    It reserves `pages` where it arrives, and can need `gap` more. A sequence that belongs to several ranks stays with
-    them. `replicable`: whether it would end at the same step on each of several ranks.
+    It reserves `pages` where it arrives, and can need `gap` more. `leased`: how many of them it brings along, of its
+    rank's lease of a store that all ranks share. A sequence that belongs to several ranks stays with them.
+    `replicable`: whether it would end at the same step on each of several ranks.
     """
 
     sequence: SequenceState
     tokens: int
     pages: int
     gap: int = 0
+    leased: int = 0
     replicable: bool = True
+
+    @property
+    def new_pages(self) -> int:
+        """The pages that it takes from the account of the rank where it arrives; negative if it brings more."""
+        return self.pages - self.leased
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +43,8 @@ class RankState:
     `overflow_pages`, `largest` and `capacity` are for an exclusive store. `grows`, `largest_gap` and `has_waiting` are
     for reservations that grow, as in its `PageLedger`. `ready` and `running`: the waiting and the running sequences
     that may leave. `partition`: the set of ranks that it is partitioned with; empty if it is not. `replicas`: how many
-    of its running sequences other ranks own. `takes_replicas`: whether it can be partitioned.
+    of its running sequences other ranks own. `takes_replicas`: whether it can be partitioned. `store`: what it has of a
+    store that it shares with other ranks; None without one. `lacking`: pages that admitted sequences wait for.
     """
 
     state: State
@@ -53,6 +62,8 @@ class RankState:
     partition: frozenset[int] = frozenset()
     replicas: int = 0
     takes_replicas: bool = True
+    store: StoreUse | None = None
+    lacking: int = 0
 
     @classmethod
     def of(
@@ -66,8 +77,12 @@ class RankState:
         partition: frozenset[int] = frozenset(),
         replicas: int = 0,
         takes_replicas: bool = True,
+        store: StoreUse | None = None,
     ) -> RankState:
-        """Return the state of a rank with this account of admission. `movable`: waiting and running sequences."""
+        """Return the state of a rank with this account of admission. `movable`: waiting and running sequences.
+
+        A rank that shares a store takes no replicas.
+        """
         ready, running = movable
         return cls(
             state=state,
@@ -84,7 +99,9 @@ class RankState:
             ended=tuple(ended),
             partition=partition,
             replicas=replicas,
-            takes_replicas=takes_replicas,
+            takes_replicas=takes_replicas and store is None,
+            store=store,
+            lacking=sum(account.whole_need(name) - account.held(name) for name in account.stalled),
         )
 
     @property
@@ -92,13 +109,45 @@ class RankState:
         """The number of its sequences that run or have been prefilled."""
         return self.state.running + len(self.state.ready) + self.state.returning
 
+    def with_lease(self, lease: Lease) -> RankState:
+        """Return the state with this lease of the store that it shares."""
+        assert self.store is not None, "only a rank that shares a store has a lease"
+        more, store = lease.blocks - self.store.leased, replace(self.store, leased=lease.blocks)
+        if self.store.is_account:
+            total, free = self.total_pages + more, self.free_pages + more
+            return replace(self, store=store, total_pages=total, free_pages=free)
+        if self.capacity is None:
+            return replace(self, store=store)
+        before, after = (max(0, blocks - self.largest) for blocks in (self.store.leased, lease.blocks))
+        return replace(
+            self,
+            store=store,
+            overflow_pages=lease.blocks,
+            free_pages=self.free_pages + after - before,
+            capacity=replace(self.capacity, store=self.capacity.store + more),
+        )
+
+    @property
+    def _pool_pages(self) -> int:
+        """The pages of the store of which the account has a lease; 0 if it counts none of them."""
+        if self.store is None or not (self.store.is_account or self.capacity is not None):
+            return 0
+        return self.store.total
+
     def ledger(self, page_size: int) -> PageLedger:
         """Return the account as a ledger, in which the reservations have no owners.
 
         Where reservations grow, a queued sequence reserves what its own rank has noted of it.
         """
         policy = AsNoted() if self.grows else RESERVE
-        ledger = PageLedger(self.total_pages, page_size, overflow_pages=self.overflow_pages, policy=policy)
+        ledger = PageLedger(
+            self.total_pages,
+            page_size,
+            overflow_pages=self.overflow_pages,
+            policy=policy,
+            pool_pages=self._pool_pages,
+            two_tiers=self.capacity is not None,
+        )
         if self.largest:
             ledger.reserve("largest", self.largest)
         if self.largest_gap:

@@ -31,6 +31,7 @@ from sgl_batch.core.rank_moves import Migration
 from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.resident_prompts import ResidentPrompts
 from sgl_batch.core.sequence import SequenceState, Status
+from sgl_batch.core.store_lease import StoreUse
 from sgl_batch.core.store_policies import Exclusive, Inclusive, Streamed
 from sgl_batch.errors import ConfigError
 
@@ -263,6 +264,7 @@ def _growing_account(plain: Record, page_size: int) -> PageLedger:
     ledger.add_prompt_pages(plain["prompt_pages"])
     ledger.stalled, ledger.borrower = dict(plain["stalled"]), plain["borrower"]
     ledger.away = set(plain["away"])
+    ledger.pool_pages, ledger.admits = plain["pool_pages"], plain["admits"]
     return ledger
 
 
@@ -271,7 +273,9 @@ def _account(plain: Record, page_size: int) -> PageLedger:
         return _growing_account(plain, page_size)
     numbers = {name: plain[name] for name in ("total_pages", "free_pages", "overflow_pages", "largest")}
     empty = State(queued=(), ready=(), running=0, steps=0, request_slots=0, free_request_slots=0, filling=False)
-    return RankState(state=empty, **numbers).ledger(page_size)
+    account = RankState(state=empty, **numbers).ledger(page_size)
+    account.pool_pages, account.admits, account.two_tiers = plain["pool_pages"], plain["admits"], plain["two_tiers"]
+    return account
 
 
 def _rank(plain: Record) -> RankState:
@@ -284,10 +288,14 @@ def _rank(plain: Record) -> RankState:
         ended=tuple(plain["ended"]),
         **numbers,
         partition=frozenset(plain["partition"]),
-        **{name: plain[name] for name in ("grows", "largest_gap", "has_waiting", "replicas", "takes_replicas")},
+        **{
+            name: plain[name]
+            for name in ("grows", "largest_gap", "has_waiting", "replicas", "takes_replicas", "lacking")
+        },
+        store=None if plain["store"] is None else StoreUse(**plain["store"]),
     )
 
 
 def _movable(plain: Record) -> Movable:
-    numbers = {name: plain[name] for name in ("tokens", "pages", "gap", "replicable")}
+    numbers = {name: plain[name] for name in ("tokens", "pages", "gap", "leased", "replicable")}
     return Movable(sequence=_sequence(plain["sequence"]), **numbers)

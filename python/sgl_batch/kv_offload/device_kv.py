@@ -12,6 +12,7 @@ from sgl_batch.core.kv_state import KVState
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.kv_offload.kv_form import Arrived, RankView
+from sgl_batch.kv_offload.leased_store import LeasedStore
 from sgl_batch.kv_offload.prompt_sharing import PromptSharing
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.sglang_adapter.scheduling import retract
@@ -30,6 +31,7 @@ class DeviceKV:
     """A `KVForm` without a store. A shared page is freed with the last sequence that holds it."""
 
     returning: Sequence[Request] = ()
+    leased: LeasedStore | None = None
 
     def __init__(self, scheduler: SGLangScheduler, counters: Counters, admission: AdmissionPolicy = RESERVE) -> None:
         self._scheduler = scheduler

@@ -30,7 +30,8 @@ class ExclusiveKV:
         self._store, self._counters = store, counters
         self.device, self.sharing = store.device, store.sharing
         total, size = store.device.total_pages, store.device.page_size
-        self.admission = PageLedger(total, size, overflow_pages=store.tiers.share)
+        self.admission = PageLedger(total, size, overflow_pages=store.tiers.share, pool_pages=store.tiers.pool_blocks)
+        self.leased = store.tiers.leased(self.admission)
         self._stays = False
 
     @property

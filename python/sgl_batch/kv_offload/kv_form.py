@@ -14,6 +14,7 @@ from sgl_batch.core.kv_state import Interval, KVState
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.sequence import SequenceState
+from sgl_batch.kv_offload.leased_store import LeasedStore
 from sgl_batch.kv_offload.prompt_sharing import PromptSharing
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 from sgl_batch.sglang_adapter.types.requests import Request
@@ -59,12 +60,14 @@ class KVForm(Protocol):
     to suspend, `step` before each decode step. A request belongs to the form from `restore` until `arrived` returns it.
 
     `device`: the ledger of device pages. `admission`: the ledger in which an admitted sequence reserves all pages that
-    it can need. `sharing`: the pages that prompts share.
+    it can need. `sharing`: the pages that prompts share. `leased`: what the rank has of a store that it shares with
+    other ranks; None where it shares none.
     """
 
     device: PageLedger
     admission: PageLedger
     sharing: PromptSharing
+    leased: LeasedStore | None
 
     @property
     def returning(self) -> Sequence[Request]:

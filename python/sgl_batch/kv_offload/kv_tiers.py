@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from sgl_batch.config import MemoryConfig
-from sgl_batch.core.page_ledger import pages_for
+from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.prefixes import PrefixMatch, PrefixPage
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.errors import ConfigError
@@ -23,6 +23,7 @@ from sgl_batch.kv_offload.copy_engine import CopyEngines, Ticket
 from sgl_batch.kv_offload.cuda_copy_engine import CudaCopyEngines
 from sgl_batch.kv_offload.decode_staging import DecodeStaging, PartCopies
 from sgl_batch.kv_offload.host_kv_store import HostKVStore, StoreAddress
+from sgl_batch.kv_offload.leased_store import LeasedStore
 from sgl_batch.kv_offload.native_copy_engine import NativeCopyEngines
 from sgl_batch.kv_offload.prefill_staging import PrefillStaging
 from sgl_batch.kv_offload.store_geometry import StoreGeometry
@@ -89,8 +90,8 @@ class KVTiers:
     The caller makes it after the scheduler's pools, reserves device pages and blocks in its ledgers before each call,
     and calls `close` at the end.
 
-    `share`: how many blocks of the store this rank may hold. All ranks have the same share, so that none asks another
-    before it takes blocks; a sequence that moves to another rank takes its blocks along.
+    `share`: how many blocks of the store this rank may hold at first: an equal part. Boundaries change that (`leased`),
+    so that no rank asks another before it takes blocks.
     `stored`: the blocks of each sequence.
     """
 
@@ -135,7 +136,7 @@ class KVTiers:
             self._engine,
             page_size=self._page_size,
             layers=self._pool.layer_num,
-            share=self.share,
+            leased=self.share,
             counters=counters,
             exclusive=self._is_exclusive(memory),
         )
@@ -167,6 +168,19 @@ class KVTiers:
         small = self.share <= self._allocator.size // self._page_size
         asked = memory.kv_store_mode
         return asked == "exclusive" or (asked == "auto" and small and memory.decode_kv != "streamed")
+
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks of the store, if several ranks share it; else 0."""
+        return self._store.num_blocks if self._store.num_ranks > 1 else 0
+
+    def leased(self, account: PageLedger | None) -> LeasedStore | None:
+        """Return this rank's lease of a store that several ranks share; None where it has the store for itself.
+
+        `account`: the account of admission, if it counts blocks of the store.
+        """
+        total = self.pool_blocks
+        return LeasedStore(self.stored, total=total, account=account) if total else None
 
     @property
     def pool_bytes(self) -> int:

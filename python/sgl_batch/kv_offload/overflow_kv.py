@@ -35,7 +35,7 @@ class OverflowKV:
         self._scheduler, self._counters = scheduler, counters
         self._on_device, self._overflow = on_device, overflow
         self.device = self.admission = on_device.device
-        self.sharing = on_device.sharing
+        self.sharing, self.leased = on_device.sharing, overflow.leased
         self._returning: list[Returning] = []
 
     @property

@@ -22,6 +22,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.kv_offload.copy_engine import CopyEngine, CopyEngines
 from sgl_batch.kv_offload.host_kv_store import HostKVStore
 from sgl_batch.kv_offload.kv_tiers import KVTiers
+from sgl_batch.kv_offload.leased_store import LeasedStore
 from sgl_batch.kv_offload.store_geometry import PagedPool, StoreGeometry
 from sgl_batch.kv_offload.stored_kv import StoredKV
 from sgl_batch.metrics.counters import Counters
@@ -39,7 +40,12 @@ def overflow_directory(memory: MemoryConfig) -> Path:
 
 
 class Overflow(Protocol):
-    """Where whole sequences wait that have given way. One thread calls it."""
+    """Where whole sequences wait that have given way. One thread calls it.
+
+    `leased`: what the rank has of a store that it shares with other ranks; None for a store of its own.
+    """
+
+    leased: LeasedStore | None
 
     @property
     def content(self) -> StoredKV:
@@ -71,7 +77,7 @@ class StoreOverflow:
     """An `Overflow` into the exclusive host KV store that was asked for."""
 
     def __init__(self, tiers: KVTiers) -> None:
-        self._tiers = tiers
+        self._tiers, self.leased = tiers, tiers.leased(None)
 
     @property
     def content(self) -> StoredKV:
@@ -95,6 +101,8 @@ class OverflowFile:
 
     `stored`: the sequences there; None before the first `has_room`.
     """
+
+    leased: LeasedStore | None = None
 
     def __init__(
         self,
@@ -159,7 +167,7 @@ class OverflowFile:
             self._engine,
             page_size=self._page_size,
             layers=self._pool.layer_num,
-            share=self._store.num_blocks,
+            leased=self._store.num_blocks,
             counters=self._counters,
             exclusive=True,
         )

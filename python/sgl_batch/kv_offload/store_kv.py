@@ -1,6 +1,6 @@
 """Owns the inclusive form: KV is written to the host store as pages fill, and restored for sequences that run.
 
-The ledger of the store holds all that a sequence can need, from its admission on, within this rank's share. The ledger
+The ledger of the store holds all that a sequence can need, from its admission on, within this rank's lease. The ledger
 of the device holds the pages that running and restoring sequences need until the next boundary.
 """
 
@@ -44,7 +44,8 @@ class StoreKV:
     ) -> None:
         self._scheduler, self._counters, self.tiers = scheduler, counters, tiers
         self.device = device_ledger(scheduler)
-        self.admission = PageLedger(tiers.share, scheduler.page_size, policy=admission)
+        self.admission = PageLedger(tiers.share, scheduler.page_size, policy=admission, pool_pages=tiers.pool_blocks)
+        self.leased = tiers.leased(self.admission)
         self.sharing = PromptSharing(scheduler, counters, _blocks_go_with_sequences)
         self._prompts = ResidentPrompts[PrefixPage]()
         self._returning: list[Returning] = []

@@ -54,6 +54,8 @@ class _Unsent:
 class StoredKV:
     """The blocks of each sequence, by name. Copies to the store run in the background; `sync` completes them.
 
+    `leased`: how many blocks this rank may hold now.
+
     The caller keeps a page that is written through until its sequence is suspended or ends: the copy may begin late.
     """
 
@@ -64,7 +66,7 @@ class StoredKV:
         *,
         page_size: int,
         layers: int,
-        share: int,
+        leased: int,
         counters: Counters,
         exclusive: bool = False,
     ) -> None:
@@ -75,12 +77,12 @@ class StoredKV:
             engine: copies between `store` and the device's pages.
             page_size: tokens of a page.
             layers: how many layers a page has.
-            share: how many blocks this rank may hold.
+            leased: how many blocks this rank may hold at first.
             counters: where copies and waits are counted.
             exclusive: whether a restored sequence's blocks are freed.
         """
-        self._store, self._engine, self._page_size, self._share = store, engine, page_size, share
-        self.exclusive = exclusive
+        self._store, self._engine, self._page_size = store, engine, page_size
+        self.leased, self.exclusive = leased, exclusive
         self._layers, self._counters = range(layers), counters
         self._sequences: dict[str, _StoredSequence] = {}
         self._copies: list[_Copy] = []
@@ -92,10 +94,10 @@ class StoredKV:
     def take(self, pages: int) -> torch.Tensor:
         """Take blocks to write to, int64 [pages], WRITING. Admission has reserved them.
 
-        If only blocks of ended sequences with running copies are left of the rank's share, this waits for the copies:
-        other blocks belong to other ranks' shares.
+        If only blocks of ended sequences with running copies are left of the rank's lease, this waits for the copies:
+        other blocks are leased to other ranks.
         """
-        if self._pending_free and self.held + pages > self._share:
+        if self._pending_free and self.held + pages > self.leased:
             self.sync(wait=True)
         blocks = self._store.prepare_store(pages)
         assert blocks is not None, f"{pages} blocks were reserved, {self._store.counts().free} are free"
@@ -103,8 +105,13 @@ class StoredKV:
 
     @property
     def free(self) -> int:
-        """How many blocks of its share this rank does not hold."""
-        return self._share - self.held
+        """How many blocks of its lease this rank does not hold."""
+        return self.leased - self.held
+
+    @property
+    def num_pending(self) -> int:
+        """How many blocks of ended sequences are freed only when copies to them have ended."""
+        return len(self._pending_free)
 
     @property
     def held(self) -> int:

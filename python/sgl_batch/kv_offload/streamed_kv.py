@@ -32,6 +32,7 @@ class StreamedKV:
         self._scheduler, self._counters, self._store = scheduler, counters, store
         self._tiers = store.tiers
         self.device, self.admission, self.sharing = store.device, store.admission, store.sharing
+        self.leased = store.leased
         self._rows = self._tiers.streamed_rows()
         self._streams = streams
 

@@ -10,6 +10,7 @@ from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupDecision, GroupStep, StepKind
 from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState, Status
+from sgl_batch.core.store_lease import StoreUse
 
 
 class HeaderMessage(msgspec.Struct, tag="header", array_like=True, frozen=True):
@@ -34,7 +35,7 @@ class StepMessage(msgspec.Struct, tag="step", array_like=True, frozen=True):
 class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
     """A sequence as decisions see it.
 
-    `tokens`, `pages`, `gap` and `replicable` are a `Movable`'s; the numbers are -1 if it cannot move.
+    `tokens`, `pages`, `gap`, `leased` and `replicable` are a `Movable`'s; the numbers are -1 if it cannot move.
     """
 
     sequence_id: str
@@ -47,6 +48,7 @@ class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
     pages: int
     gap: int
     replicable: bool
+    leased: int
     shared_tokens: int
     generated_tokens: int
     computed_tokens: int
@@ -78,6 +80,8 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     replicas: int
     takes_replicas: bool
     ended: list[int]
+    store: tuple[int, int, int, bool] | None
+    lacking: int
 
 
 class MoveRow(msgspec.Struct, array_like=True, frozen=True):
@@ -97,10 +101,11 @@ class PartitionRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class BoundaryActions(msgspec.Struct, tag="actions", array_like=True, frozen=True):
-    """What one rank does at a boundary. `units`, `refill` and `held` are this rank's own; the rest is the same on all.
+    """What one rank does at a boundary. `units`, `refill`, `held` and `lease` are its own; the rest is the same on all.
 
     `units`: sequence ids of each prefill unit, its leader first. `ends`: the sets of ranks whose partition ends, before
-    anything else is done. `held`: it decodes nothing until the next boundary.
+    anything else is done. `held`: it decodes nothing until the next boundary. `lease`: the fields of a `Lease`, if
+    there is one.
     """
 
     prefill: bool
@@ -112,6 +117,7 @@ class BoundaryActions(msgspec.Struct, tag="actions", array_like=True, frozen=Tru
     ends: list[list[int]]
     partitions: list[PartitionRow]
     held: bool = False
+    lease: tuple[int, bool] | None = None
 
 
 class DoneMessage(msgspec.Struct, tag="done", array_like=True, frozen=True):
@@ -165,7 +171,13 @@ def message_of(rank: RankState) -> StateMessage:
         replicas=rank.replicas,
         takes_replicas=rank.takes_replicas,
         ended=list(rank.ended),
+        store=None if rank.store is None else _plain_use(rank.store),
+        lacking=rank.lacking,
     )
+
+
+def _plain_use(use: StoreUse) -> tuple[int, int, int, bool]:
+    return use.total, use.leased, use.kept, use.is_account
 
 
 def _row_of(sequence: SequenceState, movable: Movable | None = None) -> SequenceRow:
@@ -181,6 +193,7 @@ def _row_of(sequence: SequenceState, movable: Movable | None = None) -> Sequence
         -1 if movable is None else movable.pages,
         -1 if movable is None else movable.gap,
         movable is None or movable.replicable,
+        -1 if movable is None else movable.leased,
         sequence.shared_tokens,
         sequence.generated_tokens,
         sequence.computed_tokens,
@@ -239,11 +252,18 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         replicas=message.replicas,
         takes_replicas=message.takes_replicas,
         ended=tuple(message.ended),
+        store=None if message.store is None else _use_of(*message.store),
+        lacking=message.lacking,
     )
 
 
 def _movable_of(row: SequenceRow, sequence: SequenceState) -> Movable:
-    return Movable(sequence=sequence, tokens=row.tokens, pages=row.pages, gap=row.gap, replicable=row.replicable)
+    numbers = {"tokens": row.tokens, "pages": row.pages, "gap": row.gap, "leased": row.leased}
+    return Movable(sequence=sequence, **numbers, replicable=row.replicable)
+
+
+def _use_of(total: int, leased: int, kept: int, is_account: bool) -> StoreUse:
+    return StoreUse(total=total, leased=leased, kept=kept, is_account=is_account)
 
 
 def _capacity_of(device: int | None, store: int, to_store: bool) -> TierCapacity:
@@ -254,6 +274,7 @@ def actions_for(decision: GroupDecision, rank: int) -> BoundaryActions:
     """Return the part of `rank` in a decision."""
     action = decision.actions[rank][-1]  # after the actions that are the same on all ranks
     units = action.units if isinstance(action, Prefill) else ()
+    lease = decision.leases[rank] if decision.leases else None
     return BoundaryActions(
         prefill=decision.prefill,
         busy=decision.busy,
@@ -264,6 +285,7 @@ def actions_for(decision: GroupDecision, rank: int) -> BoundaryActions:
         ends=[sorted(end.ranks) for end in decision.ends],
         partitions=[_partition_row(partition) for partition in decision.partitions],
         held=rank in decision.held,
+        lease=None if lease is None else (lease.blocks, lease.admits),
     )
 
 

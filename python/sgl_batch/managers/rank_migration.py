@@ -5,7 +5,7 @@ core/rank_agreement decides which sequences move. migration/ moves them, and dec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +36,9 @@ class _Expected:
     kv_indices: torch.Tensor
 
 
-def written_down(request: Request, pool: PagePool, *, num_pages: int, store_blocks: list[int]) -> SequenceHeader:
+def written_down(
+    request: Request, pool: PagePool, *, num_pages: int, store_blocks: Sequence[int] = (), leased: int = 0
+) -> SequenceHeader:
     """Return the header of a request whose KV is sent in pages, or lies in blocks of the store that all ranks share."""
     return SequenceHeader(
         sequence_id=request.rid,
@@ -50,7 +52,8 @@ def written_down(request: Request, pool: PagePool, *, num_pages: int, store_bloc
         num_layers=pool.layer_num,
         page_shapes=tuple(tuple(part.shape[1:]) for part in pool.page_parts(0)),
         page_dtype=str(pool.dtype).removeprefix("torch."),
-        store_blocks=store_blocks,
+        store_blocks=list(store_blocks),
+        leased=leased,
     )
 
 
@@ -108,7 +111,7 @@ class RankSequences:
         request = self._table.request_named(sequence_id)
         kv_indices = self._scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : request.kv_committed_len]
         pages = (kv_indices[:: self._page_size].to(torch.int64) // self._page_size).tolist()
-        header = written_down(request, self._pool, num_pages=len(pages), store_blocks=[])
+        header = written_down(request, self._pool, num_pages=len(pages))
         return Export(header=header, tensors=list(self._views(pages)))
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:

@@ -16,6 +16,7 @@ from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupStep, RankHeader, St
 from sgl_batch.core.rank_moves import Move
 from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.sequence import SequenceState
+from sgl_batch.core.store_lease import Lease
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_messages import BoundaryActions, StateMessage, message_of
@@ -123,6 +124,9 @@ class RankSteps:
             actions = self._group.decide(self._state_message(running), executor.plan)
             if any(self._group.rank in ranks for ranks in actions.ends):
                 running = self._partitioned.end(running)
+            if actions.lease is not None and (leased := executor.kv.leased) is not None:
+                blocks, admits = actions.lease
+                leased.set(Lease(blocks=blocks, admits=admits))
         self._held = actions.held
         if actions.prefill:
             return self._prefill(actions, running)
@@ -197,7 +201,7 @@ class RankSteps:
         executor.estimate_shared(state)
         for sequence in state.queued[:MOST_QUEUED] if ledger.policy.grows else ():
             note_expected(Admission(leader=sequence), ledger.policy)
-        partition = self._partition
+        partition, leased = self._partition, executor.kv.leased
         return message_of(
             RankState.of(
                 state,
@@ -208,6 +212,7 @@ class RankSteps:
                 partition=frozenset() if partition is None else partition.ranks,
                 replicas=0 if partition is None else partition.num_replicas,
                 takes_replicas=partition is not None,
+                store=None if leased is None else leased.use(),
             )
         )
 

@@ -284,8 +284,15 @@ class SequenceTable:
             return None
         pages = arriving_pages(sequence, ledger, plan)
         gap = ledger.whole_pages(sequence) - pages
-        tokens = request.kv_committed_len
-        return Movable(sequence=sequence, tokens=tokens, pages=pages, gap=gap, replicable=replicable(request))
+        leased = ledger.held(sequence.sequence_id) if ledger.pool_pages and not ledger.two_tiers else 0
+        return Movable(
+            sequence=sequence,
+            tokens=request.kv_committed_len,
+            pages=pages,
+            gap=gap,
+            leased=leased,
+            replicable=replicable(request),
+        )
 
     def expect(self, request: Request, plan: Plan) -> str | None:
         """Reserve pages for a sequence that may arrive. Where there is no room, return why, with the numbers."""

@@ -1,7 +1,8 @@
 """Owns a rank's sequences as migration sees them where ranks share a store: they move by their store blocks.
 
-No page is copied to another rank: the receiver takes a reference to the blocks while the sender still holds its own.
-A running sequence is suspended first. core/rank_agreement decides which sequences move.
+No page is copied to another rank: the receiver takes a reference to the blocks while the sender still holds its own,
+and the sequence takes its part of the sender's lease of the store along. A running sequence is suspended first.
+core/rank_agreement decides which sequences move.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class StoredSequences:
 
     def __init__(self, scheduler: SGLangScheduler, executor: BoundaryExecutor, stored: StoredKV) -> None:
         self._scheduler, self._executor, self._stored = scheduler, executor, stored
-        self._table = executor.table
+        assert executor.kv.leased is not None, "the ranks share the store"
+        self._table, self._leased = executor.table, executor.kv.leased
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._grammars = ArrivingGrammars(scheduler)
         self._expected: dict[str, Request] = {}
@@ -33,17 +35,16 @@ class StoredSequences:
 
     def export(self, sequence_id: str) -> Export:
         request = self._table.request_named(sequence_id)
-        header = written_down(request, self._pool, num_pages=0, store_blocks=self._stored.store_blocks_of(sequence_id))
+        blocks, leased = self._stored.store_blocks_of(sequence_id), self._leased.blocks_with(sequence_id)
+        header = written_down(request, self._pool, num_pages=0, store_blocks=blocks, leased=leased)
         return Export(header=header, tensors=())
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
         request = request_of(header, self._scheduler)
-        if self._stored.exclusive and len(header.store_blocks) > self._stored.free:
-            return Refusal(
-                reason=f"it has {len(header.store_blocks)} pages in the store, of which {self._stored.free} are free"
-            )
+        self._leased.change(header.leased)
         refusal = self._grammars.give(request) or self._table.expect(request, self._executor.plan)
         if refusal is not None:
+            self._leased.change(-header.leased)
             return Refusal(reason=refusal)
         self._stored.take_over(header.sequence_id, header.store_blocks, header.position)
         self._expected[header.sequence_id] = request
@@ -56,7 +57,10 @@ class StoredSequences:
         del self._expected[header.sequence_id]
         self._stored.forget(header.sequence_id)
         self._table.expect_no_more(header.sequence_id)
+        self._leased.change(-header.leased)
 
     def release(self, sequence_id: str) -> None:
+        leased = self._leased.blocks_with(sequence_id)
         self._stored.forget(sequence_id)
         self._table.depart(sequence_id)
+        self._leased.change(-leased)

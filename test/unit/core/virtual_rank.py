@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import virtual_partition
 from virtual_overflow import VirtualOverflow
 from virtual_sequences import Batch, Fate, Request, Running, computed_with, prompt_of
+from virtual_store import VirtualKV
 
 from sgl_batch.core import growth
 from sgl_batch.core.actions import (
@@ -58,6 +59,7 @@ class VirtualRank:
     """The sequences of one rank. `fates`: by sequence id, shared by all ranks.
 
     `overflow`: where sequences go that give way, if reservations grow by `admission`. `records`: of its own decisions.
+    `pool_pages`: of a store that the ranks share, of which `pages` are this rank's lease at first; 0 without one.
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class VirtualRank:
         request_slots: int,
         admission: AdmissionPolicy = RESERVE,
         overflow: VirtualOverflow | None = None,
+        pool_pages: int = 0,
     ) -> None:
         self.plan, self.request_slots, self.fates = plan, request_slots, fates
-        self.ledger = PageLedger(pages, plan.page_size, policy=admission)
+        self.ledger = PageLedger(pages, plan.page_size, policy=admission, pool_pages=pool_pages)
+        self.kv = VirtualKV(self.ledger)
         self.overflow = VirtualOverflow(0, restore_steps=0) if overflow is None else overflow
         self.decides_alone = admission.grows
         self._policy: KVPolicy = Overflowing() if admission.grows else DeviceOnly()
@@ -105,12 +109,17 @@ class VirtualRank:
             prompt_group=group,
             choice=choice,
         )
-        if refusal(sequence, self.ledger) is not None:
+        if self._refusal(sequence) is not None:
             return False
         self._arrivals += 1
         self._changes += 1
         self.queued[name] = sequence
         return True
+
+    def _refusal(self, sequence: SequenceState) -> str | None:
+        if self.kv.leased is None:
+            return refusal(sequence, self.ledger)
+        return refusal(sequence, PageLedger(1 << 40, self.plan.page_size), self.ledger)
 
     def abort(self, name: str) -> None:
         """End a sequence that is in no batch at once; one in a batch, or a waiting fork, ends with its next step."""
@@ -185,7 +194,8 @@ class VirtualRank:
                 pages = arriving_pages(one, self.ledger, self.plan)
                 if one.prompt_group is None and not self._is_rooted(one):
                     gap = self.ledger.whole_pages(one) - pages
-                    found.append(Movable(sequence=one, tokens=one.kv_tokens, pages=pages, gap=gap))
+                    leased = self.ledger.held(one.sequence_id) if self.kv.leased else 0
+                    found.append(Movable(sequence=one, tokens=one.kv_tokens, pages=pages, gap=gap, leased=leased))
             return found
 
         owned = [one for one in running.reqs if not virtual_partition.is_replica(one)]
@@ -215,6 +225,7 @@ class VirtualRank:
             ended=self.table.take_ended(),
             partition=virtual_partition.set_of(self.running),
             replicas=virtual_partition.num_replicas(self.running),
+            store=None if self.kv.leased is None else self.kv.leased.use(),
         )
 
     def queued_named(self, names: Sequence[str]) -> list[SequenceState]:
@@ -421,9 +432,15 @@ class VirtualRank:
         running = (sequence for sequence in self.running.reqs if sequence.sequence_id == name)
         return self.ready[name] if name in self.ready else next(running)
 
-    def expect(self, sequence: SequenceState) -> None:
+    def leased_by(self, name: str) -> int:
+        """Return the part of the lease that a sequence takes along."""
+        return 0 if self.kv.leased is None else self.kv.leased.blocks_with(name)
+
+    def expect(self, sequence: SequenceState, leased: int = 0) -> None:
         """Reserve room for a sequence that will arrive; no decision asks for more than there is."""
         assert not self.ledger.has_waiting, "those that wait for pages come first"
+        if self.kv.leased is not None:
+            self.kv.leased.change(leased)
         pages = arriving_pages(sequence, self.ledger, self.plan)
         self.ledger.reserve(sequence.sequence_id, pages, whole=self.ledger.whole_pages(sequence))
         self.expected.add(sequence.sequence_id)
@@ -432,11 +449,13 @@ class VirtualRank:
         )
 
     def depart(self, name: str) -> None:
-        sequence = self.sequence_named(name)
+        sequence, leased = self.sequence_named(name), self.leased_by(name)
         migrate(sequence, Event.DEPART, "")
         if self.ready.pop(name, None) is None:
             self.running.reqs.remove(sequence)
         self._let_go(sequence)
+        if self.kv.leased is not None:
+            self.kv.leased.change(-leased)
 
     def adopt(self, departed: SequenceState) -> None:
         """Take in a sequence as the latest arrival of this rank."""

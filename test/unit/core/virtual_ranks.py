@@ -78,17 +78,21 @@ class VirtualRanks:
         overflow_pages: int = 0,
         restore_steps: int = 0,
         callbacks: Callbacks = BUILT_IN,
+        is_shared: bool = False,
     ) -> None:
+        """`is_shared`: whether all pages are those of one store, of which each rank has a lease."""
         self.plan, self.log = plan, Log()
         self._decider, self._replays = GroupDecider(migration, callbacks), EndedLengths()
         self._held: frozenset[int] = frozenset()
+        self._pool_pages = pages if is_shared else 0
         self._takes = takes
         self._fates: dict[str, Fate] = {}
         self.ranks = [
             VirtualRank(
                 plan,
                 self._fates,
-                pages=pages,
+                pages=pages // num_ranks if is_shared else pages,
+                pool_pages=pages if is_shared else 0,
                 request_slots=request_slots,
                 admission=admission(),
                 overflow=VirtualOverflow(overflow_pages, restore_steps=restore_steps),
@@ -184,6 +188,8 @@ class VirtualRanks:
                 rank.running = rank.extend_running(rank.running)
             states = [rank.rank_state() for rank in self.ranks]
             decision = self._decided(states)
+            for rank, lease in zip(self.ranks, decision.leases, strict=bool(decision.leases)):
+                rank.kv.leased.set(lease)
             self._held = decision.held
             return self._boundary(decision, others_run=step.any_rank_decodes)
         if step.kind is StepKind.FORKS:
@@ -273,7 +279,9 @@ class VirtualRanks:
         """Make all moves together: every target reserves room before any sequence leaves."""
         taken = [move for move in moves if self._takes(move.sequence_id, self.log.steps)]
         for move in taken:
-            self.ranks[move.target].expect(self.ranks[move.source].sequence_named(move.sequence_id))
+            source = self.ranks[move.source]
+            leased = source.leased_by(move.sequence_id)
+            self.ranks[move.target].expect(source.sequence_named(move.sequence_id), leased)
         for move in taken:
             sequence = self.ranks[move.source].sequence_named(move.sequence_id)
             self.ranks[move.source].depart(move.sequence_id)
@@ -316,5 +324,9 @@ class VirtualRanks:
                 assert name not in self.log.ended_at, f"{name} ends twice"
                 self.log.ended_at[name] = self.log.steps
             rank.ended.clear()
+        if self._pool_pages:
+            uses = [rank.kv.leased.use() for rank in self.ranks]
+            assert sum(use.leased for use in uses) <= self._pool_pages, "no block is leased twice"
+            assert all(use.kept <= use.leased for use in uses)
         assert len(set(names)) == len(names), "a sequence is on one rank, in one state"
         assert set(names) == self.alive, "no sequence is lost"

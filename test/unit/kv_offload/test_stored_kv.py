@@ -39,7 +39,7 @@ def store(pool):
 @pytest.fixture
 def stored(store, pool, counters):
     engine = NativeCopyEngine(store, pool)
-    yield StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=store.num_blocks, counters=counters)
+    yield StoredKV(store, engine, page_size=PAGE, layers=LAYERS, leased=store.num_blocks, counters=counters)
     engine.close()
 
 
@@ -175,7 +175,7 @@ def test_a_sequence_moves_to_another_rank_with_its_blocks_and_without_a_copy(poo
     ):
         engines = [NativeCopyEngine(store, pool) for store in (here, there)]
         source, target = (
-            StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=6, counters=Counters())
+            StoredKV(store, engine, page_size=PAGE, layers=LAYERS, leased=6, counters=Counters())
             for store, engine in zip((here, there), engines, strict=True)
         )
         prompt(source, here, "a", 6)
@@ -196,7 +196,7 @@ def test_blocks_of_an_ended_sequence_count_to_the_ranks_share_until_their_copies
     """Other ranks' shares are never touched, even if a copy ends late."""
     with HostKVStore.create(StoreGeometry.of_pool(pool), num_bytes=12 * 4096, num_ranks=2) as store:
         engine = NativeCopyEngine(store, pool)
-        stored = StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=6, counters=counters)
+        stored = StoredKV(store, engine, page_size=PAGE, layers=LAYERS, leased=6, counters=counters)
         for name in "abcdef":
             stored.adopt(name, torch.empty(0, dtype=torch.int64), 0)
             stored.write_through([name] * 3, torch.tensor([1, 2, 3]))
@@ -207,7 +207,7 @@ def test_blocks_of_an_ended_sequence_count_to_the_ranks_share_until_their_copies
 
 def test_an_exclusive_store_frees_a_sequences_blocks_when_it_is_restored(store, pool, counters):
     engine = NativeCopyEngine(store, pool)
-    stored = StoredKV(store, engine, page_size=PAGE, layers=LAYERS, share=12, counters=counters, exclusive=True)
+    stored = StoredKV(store, engine, page_size=PAGE, layers=LAYERS, leased=12, counters=counters, exclusive=True)
     stored.suspend(["a", "b"], [torch.tensor([7, 3, 9]), torch.tensor([5])], [9, 4])
     assert (stored.held, stored.free, store.counts().used) == (4, 8, 4)
     before = [pool.page_parts(layer)[0][[7, 3, 9]].clone() for layer in range(LAYERS)]

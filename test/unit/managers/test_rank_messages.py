@@ -17,6 +17,7 @@ from sgl_batch.core.rank_agreement import decide_group
 from sgl_batch.core.rank_moves import Migration
 from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState, Status
+from sgl_batch.core.store_lease import StoreUse
 from sgl_batch.managers import rank_messages
 from sgl_batch.managers.rank_messages import (
     BoundaryActions,
@@ -62,7 +63,14 @@ def rank_states(draw) -> RankState:
         chosen = [item for item in of if draw(st.booleans())]
         some = st.integers(0, 9)
         return [
-            Movable(sequence=s, tokens=draw(some), pages=draw(some), gap=draw(some), replicable=draw(st.booleans()))
+            Movable(
+                sequence=s,
+                tokens=draw(some),
+                pages=draw(some),
+                gap=draw(some),
+                leased=draw(some),
+                replicable=draw(st.booleans()),
+            )
             for s in chosen
         ]
 
@@ -74,6 +82,9 @@ def rank_states(draw) -> RankState:
     capacity = st.builds(
         TierCapacity, device=st.none() | st.integers(0, 99), store=st.integers(0, 99), to_store=st.booleans()
     )
+    drawn, is_account = draw(st.none() | capacity), draw(st.booleans())
+    leased = overflow if drawn is not None else total
+    store = StoreUse(total=1000, leased=leased, kept=leased, is_account=is_account and drawn is None)
     return RankState(
         state=State(
             queued=draw(sequences(Status.QUEUED, 0)),
@@ -92,10 +103,12 @@ def rank_states(draw) -> RankState:
         grows=grows,
         largest_gap=gap,
         has_waiting=grows and draw(st.booleans()),
-        capacity=draw(st.none() | capacity),
+        capacity=drawn,
         ready=movables(waiting),
         running=movables(runners),
         takes_replicas=draw(st.booleans()),
+        store=store,
+        lacking=draw(st.integers(0, 9)),
     )
 
 
@@ -127,4 +140,6 @@ def test_actions_have_all_that_was_decided(states, migration):
         assert own.moves == [MoveRow(*dataclasses.astuple(move)) for move in decision.moves]
         units = [[member.sequence_id for member in unit.members] for unit in getattr(action, "units", ())]
         assert own.units == units
+        lease = decision.leases[rank]
+        assert own.lease == (lease.blocks, lease.admits)
         assert own.refill == [s.sequence_id for s in getattr(action, "sequences", ())]

@@ -187,6 +187,7 @@ GROWTH = {"overflow_pages": 20, "restore_steps": 3}
     ("seed", "make", "growth"),
     [
         *((seed, tight, {}) for seed in range(5)),
+        *((seed, tight, {"is_shared": True}) for seed in range(3)),
         (9, outgrowing, {"admission": Forecast, **GROWTH}),
         (12, outgrowing, {"admission": TwoPage, **GROWTH}),
     ],
