@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,3 +78,38 @@ def test_two_ranks_with_one_store_give_one_rank_s_tokens(
     assert stats["free_pages"] == stats["total_pages"] == 2 * POOL_PAGES
     assert stats["store"]["free_pages"] == stats["store"]["total_pages"]
     check_mixed(two_ranks, skewed, expected)
+
+
+def test_a_sequence_may_use_more_than_its_rank_s_part_of_the_store(
+    model_path: Callable[[str], str], batch_engine: Callable[..., Any], traces: Traces
+) -> None:
+    """Of 24 blocks for two ranks one request needs 18, in the middle of many that need few."""
+    path = model_path(FAMILIES[0])
+    config = json.loads((Path(path) / "config.json").read_text())
+    values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    rng = random.Random(7)
+    small = prompts_that_begin_alike(24, rng, (8, 20, 40))
+    input_ids, parameters = list(small.input_ids), list(small.sampling_params)
+    input_ids[9] = [rng.randrange(5, 3000) for _ in range(60)]
+    parameters[9] = {"temperature": 0, "max_new_tokens": 18 * PAGE - 60, "ignore_eos": True}
+    requests = Requests(input_ids, parameters)
+    expected = answers(batch_engine(FAMILIES[0], **SMALL), requests)
+    engine = Engine(
+        model_path=path,
+        dtype="float32",
+        max_total_tokens=PAGE * POOL_PAGES,
+        kv_store_bytes=24 * PAGE * values * 4,
+        kv_store_mode="inclusive",
+        **traces.new(),
+        **TWO_RANKS,
+        **SMALL,
+    )
+    try:
+        assert engine.batch_stats()["store"]["total_pages"] == 24
+        given, counts = counted(engine, lambda: answers(engine, requests))
+        assert given == expected
+        assert counts["recomputed_tokens_unplanned"] == 0
+        store = engine.batch_stats()["store"]
+        assert store["free_pages"] == store["total_pages"]
+    finally:
+        engine.shutdown()

@@ -27,10 +27,12 @@ class LeasedStore:
     def use(self) -> StoreUse:
         """Return what the rank has of the store now.
 
-        Blocks of ended sequences to which copies still run are kept besides those that the account has reserved.
+        Blocks of ended sequences to which copies still run are kept besides those that the account has reserved. Both
+        together may be more than the lease: before more blocks are taken, `StoredKV` then waits for these copies.
         """
         reserved = 0 if self._account is None else self._account.least_lease
         kept = reserved + self._stored.num_pending if self._is_account else max(reserved, self._stored.held)
+        kept = min(kept, self._stored.leased)
         return StoreUse(total=self._total, leased=self._stored.leased, kept=kept, is_account=self._is_account)
 
     def set(self, lease: Lease) -> None:
