@@ -44,7 +44,7 @@ class ArrivalRoom:
 
     def take(self, item: Movable) -> None:
         """Let a sequence arrive that fits."""
-        self.pages -= item.new_pages
+        self.pages -= max(0, item.new_pages)  # what it brings does not come if the move fails
         self.largest_gap = max(self.largest_gap, item.gap)
         if self.tokens is not None:
             self.tokens -= item.tokens

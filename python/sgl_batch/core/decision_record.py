@@ -292,6 +292,7 @@ def _plain_rank(rank: RankState) -> Plain:
         "ended": list(rank.ended),
         "store": None if rank.store is None else asdict(rank.store),
         "lacking": rank.lacking,
+        "device_room": rank.device_room,
     }
 
 

@@ -23,9 +23,12 @@ class GroupView:
         (`RankState.state.running`).
     plan: the plan in force; `plan.decode.b_moe` is the most that run on a rank at once.
     ended: lengths of the outputs that have ended so far, on all ranks.
-    prefills: the ranks that would prefill now: those below their watermark, at the head of whose queue a prompt fits;
-        with the pages that are kept for this prompt.
-    evening: the moves that even out the ranks' counts of sequences.
+    pooled: the moves by which sequences that wait in a store of all ranks run where there is room, those first that
+        wait longest (core/waiting_pool). None without such a store.
+    prefills: the ranks that would prefill now: those below their watermark, also after the moves of `pooled`, at the
+        head of whose queue a prompt fits; with the pages that are kept for this prompt.
+    evening: the moves that even out the ranks' counts of sequences, after those. None where ranks would prefill, or
+        where sequences wait for a place on any rank of such a store.
     migrates: whether sequences may change their rank (--migration).
     costs: modelled costs of partitions; None where there is no profile of them.
     """
@@ -33,6 +36,7 @@ class GroupView:
     ranks: tuple[RankState, ...]
     plan: Plan
     ended: EndedLengths = field(default_factory=EndedLengths)
+    pooled: tuple[Migrate, ...] = ()
     prefills: Mapping[int, int] = field(default_factory=dict)
     evening: tuple[Migrate, ...] = ()
     migrates: bool = True
@@ -42,6 +46,11 @@ class GroupView:
     def waits(self) -> bool:
         """Whether any sequence of any rank waits: is queued, READY, SUSPENDED, or on its way to the device."""
         return anything_waits(self.ranks)
+
+    @property
+    def shares_store(self) -> bool:
+        """Whether the KV of what waits lies in a store that all ranks read."""
+        return all(rank.store is not None for rank in self.ranks)
 
     @property
     def num_running(self) -> int:

@@ -7,7 +7,7 @@ for one rank in `page_boundary`. managers/rank_group gathers the states and send
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sgl_batch.core.actions import (
@@ -24,7 +24,7 @@ from sgl_batch.core.admission import unit_pages
 from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.group_callbacks import BUILT_IN, CallbackFault, Callbacks
 from sgl_batch.core.group_view import GroupView
-from sgl_batch.core.node_pool import with_leases
+from sgl_batch.core.node_pool import Pooled, pooled, with_leases
 from sgl_batch.core.page_boundary import BoundaryAction, State, decide_at_boundary, prefill_units
 from sgl_batch.core.partition import anything_waits, at_every_other_boundary, ends_of, without_replicas
 from sgl_batch.core.partition_costs import PartitionCosts
@@ -176,12 +176,15 @@ def decide_group(
         return replace(_for_tests(ranks, plan, migration), leases=leases)
     ends = ends_of(ranks) if anything_waits(ranks) else ()
     ranks = without_replicas(ranks, ends)
-    own = [_at_boundary(rank, plan) for rank in ranks]
-    view = _view(ranks, own, plan, migration, ended)
+    pool = pooled(ranks, plan) if migration is Migration.EVEN else Pooled(ranks=ranks)
+    # Where ranks prefill, nothing moves: what waits counts as dealt, but accounts are those without the moves.
+    dealt = [replace(rank, state=after.state) for rank, after in zip(ranks, pool.ranks, strict=True)]
+    own = [_at_boundary(rank, plan) for rank in dealt]
+    prefills = {n: _head_pages(one, dealt[n], plan) for n, one in enumerate(own) if isinstance(one, Prefill)}
+    view = _view(ranks, pool, prefills, plan, migration, ended)
     actions, fault = callbacks.decide(view if costs is None else replace(view, costs=costs.long_tail(view)))
-    prefills = any(isinstance(action, PrefillPhase) for action in actions)
-    if prefills:
-        decision = _prefill_phase(ranks, own, plan, ends, costs)
+    if any(isinstance(action, PrefillPhase) for action in actions):
+        decision = _prefill_phase(dealt, own, plan, ends, costs)
     else:
         decision = _decode_phase(ranks, plan, (*ends, *actions))
     return replace(decision, fault=fault, leases=leases)
@@ -201,22 +204,19 @@ def _for_tests(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> 
 
 def _view(
     ranks: Sequence[RankState],
-    own: Sequence[BoundaryAction],
+    pool: Pooled,
+    prefills: Mapping[int, int],
     plan: Plan,
     migration: Migration,
     ended: EndedLengths | None,
 ) -> GroupView:
-    prefills = {
-        number: _head_pages(action, ranks[number], plan)
-        for number, action in enumerate(own)
-        if isinstance(action, Prefill)
-    }
     return GroupView(
         ranks=tuple(ranks),
         plan=plan,
         ended=EndedLengths() if ended is None else ended,
         prefills=prefills,
-        evening=() if prefills else as_migrates(ranks, plan_moves(ranks, plan, migration)),
+        pooled=as_migrates(ranks, pool.moves),
+        evening=() if prefills or not pool.all_run else as_migrates(ranks, plan_moves(pool.ranks, plan, migration)),
         migrates=migration is not Migration.NEVER,
     )
 

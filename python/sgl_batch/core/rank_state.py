@@ -45,6 +45,7 @@ class RankState:
     that may leave. `partition`: the set of ranks that it is partitioned with; empty if it is not. `replicas`: how many
     of its running sequences other ranks own. `takes_replicas`: whether it can be partitioned. `store`: what it has of a
     store that it shares with other ranks; None without one. `lacking`: pages that admitted sequences wait for.
+    `device_room`: with such a store, pages of the device for sequences that wait.
     """
 
     state: State
@@ -64,6 +65,7 @@ class RankState:
     takes_replicas: bool = True
     store: StoreUse | None = None
     lacking: int = 0
+    device_room: int = 0
 
     @classmethod
     def of(
@@ -78,6 +80,7 @@ class RankState:
         replicas: int = 0,
         takes_replicas: bool = True,
         store: StoreUse | None = None,
+        device_room: int = 0,
     ) -> RankState:
         """Return the state of a rank with this account of admission. `movable`: waiting and running sequences.
 
@@ -101,6 +104,7 @@ class RankState:
             replicas=replicas,
             takes_replicas=takes_replicas and store is None,
             store=store,
+            device_room=device_room,
             lacking=sum(account.whole_need(name) - account.held(name) for name in account.stalled),
         )
 

@@ -1,8 +1,12 @@
 """Decides how groups are refilled at a boundary of several ranks: ONREFILLNODE of BatchGen's Algorithm 2, and 5.3.
 
-A rank refills with its own READY and SUSPENDED sequences first, in the order of their turn. A rank that is below its
-watermark then gets inactive sequences of other ranks, which these cannot run now. Only where that does not bring all
-ranks to their watermark do the ranks prefill, all together.
+A rank refills with its own READY and SUSPENDED sequences first, in the order of their turn. Then come inactive
+sequences of other ranks, which these cannot run now. Only where that does not bring all ranks to their watermark do the
+ranks prefill, all together.
+
+Which sequences of others come depends on where their KV lies. What waits in a store that all ranks read belongs to all
+of them: at every boundary it runs where there is room, in the order of turns (`waiting_pool`). Otherwise a sequence of
+another rank comes with its KV, and only to a rank that is below its watermark.
 """
 
 from __future__ import annotations
@@ -22,15 +26,17 @@ def on_refill(view: GroupView) -> Actions:
     Prefill that has begun goes on until enough sequences are ready.
     """
     if not view.prefills:
-        return view.evening
+        return (*view.pooled, *view.evening)
+    # What has no place on any rank of a common store gets none by a move.
+    dealt = view.shares_store or not view.migrates
     begun = any(view.ranks[number].state.filling for number in view.prefills)
-    moves = None if begun or not view.migrates else _moves_instead(view)
+    moves = None if dealt or begun else _moves_instead(view)
     return (PrefillPhase(),) if moves is None else moves
 
 
 def prefill_first(view: GroupView) -> Actions:
     """Prefill as soon as any rank is below its watermark, whatever waits on the others."""
-    return (PrefillPhase(),) if view.prefills else view.evening
+    return (PrefillPhase(),) if view.prefills else (*view.pooled, *view.evening)
 
 
 def _moves_instead(view: GroupView) -> tuple[Migrate, ...] | None:

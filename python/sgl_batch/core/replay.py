@@ -288,10 +288,8 @@ def _rank(plain: Record) -> RankState:
         ended=tuple(plain["ended"]),
         **numbers,
         partition=frozenset(plain["partition"]),
-        **{
-            name: plain[name]
-            for name in ("grows", "largest_gap", "has_waiting", "replicas", "takes_replicas", "lacking")
-        },
+        **{name: plain[name] for name in ("grows", "largest_gap", "has_waiting", "lacking", "device_room")},
+        **{name: plain[name] for name in ("replicas", "takes_replicas")},
         store=None if plain["store"] is None else StoreUse(**plain["store"]),
     )
 

@@ -66,6 +66,15 @@ def pages_to_run(sequence: SequenceState, ledger: PageLedger, plan: Plan) -> int
     return min(need, ledger.whole_pages(sequence))
 
 
+def room_to_restore(running: Iterable[SequenceState], ledger: PageLedger, plan: Plan) -> int:
+    """Return the pages of the device for waiting sequences, if running ones keep what they need to the next boundary.
+
+    Pages of prompts that running sequences share count for each of them, so that there may be more.
+    """
+    grow = sum(max(0, pages_to_run(one, ledger, plan) - ledger.held(one.sequence_id)) for one in running)
+    return max(0, ledger.free_pages - grow)
+
+
 def _own_pages(
     sequence: SequenceState, ledger: PageLedger, plan: Plan, pages_of: Callable[[str], Sequence[Page]]
 ) -> int:

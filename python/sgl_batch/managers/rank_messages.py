@@ -53,6 +53,7 @@ class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
     generated_tokens: int
     computed_tokens: int
     expected_tokens: int
+    waits_since: int
 
 
 class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
@@ -82,6 +83,7 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     ended: list[int]
     store: tuple[int, int, int, bool] | None
     lacking: int
+    device_room: int
 
 
 class MoveRow(msgspec.Struct, array_like=True, frozen=True):
@@ -173,6 +175,7 @@ def message_of(rank: RankState) -> StateMessage:
         ended=list(rank.ended),
         store=None if rank.store is None else _plain_use(rank.store),
         lacking=rank.lacking,
+        device_room=rank.device_room,
     )
 
 
@@ -198,6 +201,7 @@ def _row_of(sequence: SequenceState, movable: Movable | None = None) -> Sequence
         sequence.generated_tokens,
         sequence.computed_tokens,
         sequence.expected_tokens,
+        sequence.waits_since,
     )
 
 
@@ -214,6 +218,7 @@ def _sequence_of(row: SequenceRow, status: Status, ranks: frozenset[int]) -> Seq
         generated_tokens=row.generated_tokens,
         computed_tokens=row.computed_tokens,
         expected_tokens=row.expected_tokens,
+        waits_since=row.waits_since,
         ranks=ranks,
     )
 
@@ -254,6 +259,7 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         ended=tuple(message.ended),
         store=None if message.store is None else _use_of(*message.store),
         lacking=message.lacking,
+        device_room=message.device_room,
     )
 
 

@@ -37,7 +37,7 @@ class _Expected:
 
 
 def written_down(
-    request: Request, pool: PagePool, *, num_pages: int, store_blocks: Sequence[int] = (), leased: int = 0
+    request: Request, pool: PagePool, *, num_pages: int, store_blocks: Sequence[int] = ()
 ) -> SequenceHeader:
     """Return the header of a request whose KV is sent in pages, or lies in blocks of the store that all ranks share."""
     return SequenceHeader(
@@ -53,7 +53,6 @@ def written_down(
         page_shapes=tuple(tuple(part.shape[1:]) for part in pool.page_parts(0)),
         page_dtype=str(pool.dtype).removeprefix("torch."),
         store_blocks=list(store_blocks),
-        leased=leased,
     )
 
 

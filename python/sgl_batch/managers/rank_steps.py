@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sgl_batch.core.admission import Admission, note_expected
+from sgl_batch.core.node_pool import device_room
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupStep, RankHeader, StepKind, rank_is_due
 from sgl_batch.core.rank_moves import Move
@@ -65,7 +66,7 @@ class RankSteps:
         self._executor, self._group, self._migration, self._partition = executor, group, migration, partition
         self._at_boundary = at_boundary
         self._changes: deque[Callable[[], None]] = deque()
-        self._changes_known = self._changes_due = self._changes_made = 0
+        self._changes_known = self._changes_due = self._changes_made = self._boundaries = 0
         self._held = False
 
     def between_steps(self, change: Callable[[], None]) -> None:
@@ -118,6 +119,8 @@ class RankSteps:
 
     def _boundary(self, running: ScheduleBatch, step: GroupStep) -> Part:
         executor, began = self._executor, time.perf_counter()
+        self._boundaries += 1
+        executor.table.at_boundary(self._boundaries)
         self._at_boundary()
         with executor.clock.part("boundary"):
             running = executor.extend_running(running)
@@ -213,6 +216,7 @@ class RankSteps:
                 replicas=0 if partition is None else partition.num_replicas,
                 takes_replicas=partition is not None,
                 store=None if leased is None else leased.use(),
+                device_room=0 if leased is None else device_room(executor.kv_state(running), executor.plan),
             )
         )
 

@@ -20,6 +20,7 @@ from sgl_batch.core.primitives import migrate, partition, yield_
 from sgl_batch.core.rank_state import Movable
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequencesView
+from sgl_batch.core.waiting_pool import enter_in_turn
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.requests import prompt_groups
@@ -30,6 +31,8 @@ from sgl_batch.sglang_adapter.types.requests import Request
 
 # Lengths of outputs that are kept until the control rank gets them; one rank alone never sends them.
 _MOST_ENDED = 1 << 16
+# More sequences than begin to wait on a rank between two boundaries.
+_TURNS = 1 << 32
 
 
 class SharedPrompts(Protocol):
@@ -208,6 +211,13 @@ class SequenceTable:
         """Let a QUEUED choice wait in the store, with KV of all of its prompt but the last token."""
         self._choices[name] = self._wait(name)
 
+    def at_boundary(self, number: int) -> None:
+        """Let sequences that wait from now on wait since this boundary, so that their turns compare on all ranks.
+
+        `number`: how many boundaries the ranks have agreed on.
+        """
+        self._waits = max(self._waits, number * _TURNS)
+
     def _wait(self, name: str) -> SequenceState:
         sequence = self._ready[name] = self._sequences[name]
         self._waits += 1
@@ -317,12 +327,19 @@ class SequenceTable:
         """Free the pages of an expected sequence that does not arrive."""
         self._admission_ledger.release(name)
 
-    def adopt(self, request: Request) -> None:
-        """Add a sequence that has arrived with its KV, as READY."""
+    def adopt(self, request: Request, waits_since: int | None = None) -> None:
+        """Add a sequence that has arrived with its KV, as READY.
+
+        `waits_since`: its turn on the rank where it waited, which it keeps; None if it waits from now on.
+        """
         sequence = self._arriving(request)
         sequence.status = Status.MIGRATING
         self._keep(sequence, request)
-        self._wait(request.rid)
+        if waits_since is None:
+            self._wait(request.rid)
+        else:
+            sequence.waits_since, self._waits = waits_since, max(self._waits, waits_since)
+            enter_in_turn(self._ready, sequence, lambda one: self.ledger.holds(one.sequence_id))
         self.record([migrate(sequence, Event.ARRIVE, "moved here to even out the ranks")])
         self._counters.add("sequences_arrived")
 

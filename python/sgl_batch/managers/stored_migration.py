@@ -7,6 +7,8 @@ core/rank_agreement decides which sequences move.
 
 from __future__ import annotations
 
+import msgspec
+
 from sgl_batch.kv_offload.stored_kv import StoredKV
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_migration import request_of, written_down
@@ -36,8 +38,9 @@ class StoredSequences:
     def export(self, sequence_id: str) -> Export:
         request = self._table.request_named(sequence_id)
         blocks, leased = self._stored.store_blocks_of(sequence_id), self._leased.blocks_with(sequence_id)
-        header = written_down(request, self._pool, num_pages=0, store_blocks=blocks, leased=leased)
-        return Export(header=header, tensors=())
+        header = written_down(request, self._pool, num_pages=0, store_blocks=blocks)
+        turn = self._table[sequence_id].waits_since
+        return Export(header=msgspec.structs.replace(header, leased=leased, waits_since=turn), tensors=())
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
         request = request_of(header, self._scheduler)
@@ -51,7 +54,7 @@ class StoredSequences:
         return Reservation(tensors=())
 
     def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
-        self._table.adopt(self._expected.pop(header.sequence_id))
+        self._table.adopt(self._expected.pop(header.sequence_id), header.waits_since)
 
     def cancel(self, header: SequenceHeader, reservation: Reservation) -> None:
         del self._expected[header.sequence_id]

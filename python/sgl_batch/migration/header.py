@@ -19,7 +19,7 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     A page has one tensor for each layer and part; `page_shapes` gives the shapes of the parts (keys and values, say).
     Pages move whole, including their part past `position`. `store_blocks`: the blocks of the KV in a host store that
     both ranks share; then no page is sent. `leased`: the part of the sender's lease of that store which the sequence
-    brings along, in blocks.
+    brings along, in blocks. `waits_since`: its turn among the sequences that wait, which it keeps.
     """
 
     sequence_id: str
@@ -35,6 +35,7 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     page_dtype: str
     store_blocks: list[int] = []
     leased: int = 0
+    waits_since: int | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for values that no sequence can have. In a received message it becomes a decoding error."""

@@ -1,9 +1,9 @@
 """Owns the pool of a node: what waits on its ranks is for whichever of them has room. Not where KV lies.
 
-The engine does not do this yet: its ranks keep the sequences that were dealt to them, and only migration, as core/
-decides it, moves some at a boundary. Here queued sequences, and waiting ones whose KV is in the node's memory, are
-dealt anew before that decision. Neither takes time: a queued sequence has no KV, and all ranks of a node read its
-memory.
+Waiting sequences whose KV is in the node's memory are dealt by the rule of the engine (core/waiting_pool), before the
+decision for all ranks. Neither they nor queued ones take time: a queued sequence has no KV, and all ranks of a node
+read its memory. The engine's queued sequences stay on the ranks that they came to. Its ranks lease what they need of
+one store (core/store_lease); here each has an equal part.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_moves import Move
+from sgl_batch.core.waiting_pool import deal_waiting
 from sgl_batch.simulator.rank import SimulatedRank
 
 
@@ -22,11 +23,11 @@ class NodePool:
         self._node_ranks = node_ranks
 
     def deal(self, ranks: Sequence[SimulatedRank], plan: Plan) -> None:
-        """Even out the queues of the ranks of each node, and give waiting sequences to ranks that have none."""
+        """Even out the queues of the ranks of each node, and give waiting sequences to ranks that can run them."""
         for start in range(0, len(ranks), self._node_ranks):
             node = ranks[start : start + self._node_ranks]
             _deal_queued(node)
-            _deal_ready(node, plan)
+            _deal_waiting(node, plan)
 
     def is_free(self, move: Move, source: SimulatedRank) -> bool:
         """Return whether a sequence can change its rank without a copy: it waits, with its KV in the node's memory."""
@@ -56,18 +57,12 @@ def _deal_queued(node: Sequence[SimulatedRank]) -> None:
             rank.queue.add(spare.pop())
 
 
-def _deal_ready(node: Sequence[SimulatedRank], plan: Plan) -> None:
-    """Give ranks that could run more and have nothing that waits some of what waits elsewhere, from the last on."""
-    if not node[0].has_store or node[0].form.admission.policy.grows:
+def _deal_waiting(node: Sequence[SimulatedRank], plan: Plan) -> None:
+    """Give what waits in the node's memory to ranks that can run it, by the rule of core/waiting_pool."""
+    if not node[0].has_store:
         return
-    for target in node:
-        while not target.ready and target.resident < plan.decode.b_moe:
-            source = max(node, key=lambda rank: len(rank.ready))
-            if len(source.ready) < 2:
-                return
-            sequence = source.ready[next(reversed(source.ready))]
-            pages, _ = target.form.room(sequence, plan)
-            if not target.form.admission.fits(pages):
-                break
-            source.depart(sequence)
-            target.adopt(sequence, moved=False)
+    dealt = deal_waiting([rank.room() for rank in node], [rank.waiters(number) for number, rank in enumerate(node)])
+    for move in dealt.moves:
+        sequence = node[move.source].ready[move.sequence_id]
+        node[move.source].depart(sequence)
+        node[move.target].adopt(sequence, moved=False)

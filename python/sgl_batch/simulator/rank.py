@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -26,17 +26,23 @@ from sgl_batch.core.actions import (
 from sgl_batch.core.admission import Admission, note_expected, refusal
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.kv_state import Interval, KVState
+from sgl_batch.core.node_pool import device_room
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.primitives import combine, migrate, yield_
 from sgl_batch.core.rank_agreement import MOST_QUEUED, RankHeader, rank_is_due
 from sgl_batch.core.rank_state import Movable, RankState
+from sgl_batch.core.residency import pages_to_run
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.sequence_queue import SequencesView
+from sgl_batch.core.waiting_pool import Room, Waiter, enter_in_turn
 from sgl_batch.simulator.decode_group import DecodeGroup, Returning
 from sgl_batch.simulator.kv_forms import KVForm
 from sgl_batch.simulator.requests import RankQueue, Requests
 from sgl_batch.simulator.work import pairs_of
+
+# More sequences than begin to wait on a rank between two boundaries.
+_TURNS = 1 << 32
 
 
 @dataclass(slots=True)
@@ -210,6 +216,26 @@ class SimulatedRank:
         pages, gap = self.form.room(sequence, self.plan)
         return Movable(sequence=sequence, tokens=sequence.kv_tokens, pages=pages, gap=gap)
 
+    def room(self) -> Room:
+        """Return what this rank has for waiting sequences."""
+        kv, account, active = self.kv_state(), self.form.admission, len(self.running) + len(self.returning)
+        return Room(
+            active=active,
+            rows=min(self.plan.decode.b_moe - active, self.state().free_request_slots),
+            pages=device_room(kv, self.plan),
+            account_pages=account.free_pages + account.largest_gap,
+            largest_gap=account.largest_gap,
+            takes=not account.has_waiting,
+        )
+
+    def waiters(self, number: int) -> Iterator[Waiter]:
+        """Yield the waiting sequences of this rank, the `number`-th of its node, in the order of their turns."""
+        device = self.form.device
+        for one in list(self.ready.values()):
+            pages = pages_to_run(one, device, self.plan)
+            stays = self.form.admission is not device and device.holds(one.sequence_id)
+            yield Waiter(sequence=one, rank=number, pages=pages, item=None if stays else self._item(one))
+
     def newly_in_memory(self) -> int:
         """Return the tokens of KV, in all tiers, for which the rank has never used memory before."""
         waiting = sum(one.kv_tokens for one in self.ready.values()) + self.returning.tokens
@@ -268,7 +294,8 @@ class SimulatedRank:
         self.queue.add_again(sequence, last=self.form.waits_last)
 
     def _wait(self, sequence: SequenceState) -> None:
-        self._waits += 1
+        # Ranks that cross the same boundaries compare turns.
+        self._waits = max(self._waits + 1, self.boundaries * _TURNS)
         sequence.waits_since = self._waits
         self.ready[sequence.sequence_id] = sequence
 
@@ -408,9 +435,16 @@ class SimulatedRank:
         self.form.release(sequence)
 
     def adopt(self, sequence: SequenceState, *, moved: bool = True) -> None:
-        """Take in a sequence that has left another rank, with room that was decided. `moved`: whether its KV moves."""
+        """Take in a sequence that has left another rank, with room that was decided.
+
+        `moved`: whether its KV moves. If not, it has waited in the node's memory, and keeps its turn.
+        """
         self.form.take_in(sequence, *self.form.room(sequence, self.plan))
         migrate(sequence, Event.ARRIVE, "")
         self._changes += 1
-        self.tally.moved_tokens += sequence.kv_tokens if moved else 0
-        self._wait(sequence)
+        if moved:
+            self.tally.moved_tokens += sequence.kv_tokens
+            self._wait(sequence)
+        else:
+            self._waits = max(self._waits, sequence.waits_since)
+            enter_in_turn(self.ready, sequence, lambda one: self.form.device.holds(one.sequence_id))

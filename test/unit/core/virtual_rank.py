@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+import virtual_checks
 import virtual_partition
 from virtual_overflow import VirtualOverflow
 from virtual_sequences import Batch, Fate, Request, Running, computed_with, prompt_of
@@ -34,6 +36,7 @@ from sgl_batch.core.decide import compose
 from sgl_batch.core.decision_record import Observed
 from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy, Overflowing
 from sgl_batch.core.kv_state import KVState
+from sgl_batch.core.node_pool import device_room
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger, pages_for
 from sgl_batch.core.plan import Plan
@@ -53,6 +56,9 @@ class EndedTable:
     def take_ended(self) -> list[int]:
         ended, self.ended = self.ended, []
         return ended
+
+    def at_boundary(self, number: int) -> None:
+        """Do nothing: waiting sequences run in the order of their arrival."""
 
 
 class VirtualRank:
@@ -217,6 +223,7 @@ class VirtualRank:
         self.estimate_shared(state)
         for sequence in state.queued:
             note_expected(Admission(leader=sequence), self.ledger.policy)
+        leased = self.kv.leased
         return RankState.of(
             state,
             self.ledger,
@@ -225,7 +232,8 @@ class VirtualRank:
             ended=self.table.take_ended(),
             partition=virtual_partition.set_of(self.running),
             replicas=virtual_partition.num_replicas(self.running),
-            store=None if self.kv.leased is None else self.kv.leased.use(),
+            store=None if leased is None else leased.use(),
+            device_room=0 if leased is None else device_room(self.kv_state(self.running), self.plan),
         )
 
     def queued_named(self, names: Sequence[str]) -> list[SequenceState]:
@@ -256,6 +264,10 @@ class VirtualRank:
             runners=lambda: running.reqs,
             estimate_shared=self._estimate_shared,
         )
+
+    def kv_state(self, running: Running) -> KVState:
+        """Return where KV lies: the device has pages for all."""
+        return replace(self._kv(running), streams=True)
 
     def extend_running(self, running: Running) -> Running:
         if not self.ledger.policy.grows:
@@ -436,6 +448,11 @@ class VirtualRank:
         """Return the part of the lease that a sequence takes along."""
         return 0 if self.kv.leased is None else self.kv.leased.blocks_with(name)
 
+    def has_room(self, sequence: SequenceState, leased: int) -> bool:
+        """Return whether a sequence that brings so much of a lease has room."""
+        pages, whole = arriving_pages(sequence, self.ledger, self.plan), self.ledger.whole_pages(sequence)
+        return self.ledger.fits(pages - leased, gap=whole - pages)
+
     def expect(self, sequence: SequenceState, leased: int = 0) -> None:
         """Reserve room for a sequence that will arrive; no decision asks for more than there is."""
         assert not self.ledger.has_waiting, "those that wait for pages come first"
@@ -476,44 +493,5 @@ class VirtualRank:
         self.ready[name] = sequence
 
     def check(self) -> None:
-        """Check the invariants between two steps: statuses fit, pages add up, request slots suffice."""
-        for statuses, sequences in (
-            ((Status.QUEUED,), [*self.queued.values(), *self.forked]),
-            ((Status.READY, Status.SUSPENDED), [*self.ready.values(), *self.overflow.returning]),
-            ((Status.RUNNING, Status.REPLICA), self.running.reqs),
-        ):
-            assert all(sequence.status in statuses for sequence in sequences)
-        begun = [] if self.begun is None else [self.begun]
-        assert all(sequence.status is Status.PREFILLING for sequence in begun)
-        assert not self.forks
-        assert not self.expected
-        waiting = [one for name, one in self.ready.items() if name not in self.ledger.away]
-        held = [*self.forked, *waiting, *self.running.reqs, *begun]
-        assert len(held) <= self.request_slots
-        assert len(self.running.reqs) <= self.plan.decode.b_moe
-        self._check_pages(held)
-
-    def _check_pages(self, held: list[SequenceState]) -> None:
-        """`held`: the sequences with pages of the device, but for those on their way back."""
-        ledger, size = self.ledger, self.plan.page_size
-        holds = {s.sequence_id: self.tree.match_of(s.sequence_id).pages for s in held}
-        prompts = {id(page) for pages in holds.values() for page in pages}
-        assert ledger.prompt_pages == len(prompts)
-        if not ledger.policy.grows:
-            pages = len(prompts) + sum(ledger.whole_pages(s) - len(holds[s.sequence_id]) for s in held)
-            assert ledger.reserved_pages == pages
-        returning = {s.sequence_id: pages_for(s.kv_tokens, size) for s in self.overflow.returning}
-        used = {s.sequence_id: self._used_pages(s) - len(holds[s.sequence_id]) for s in held} | returning
-        assert used.keys() == ledger.reservations().keys()
-        for name, pages in used.items():
-            most = ledger.whole_need(name) if name == ledger.borrower else ledger.held(name)
-            assert pages <= most, f"{name} uses {pages} pages of {most}"
-        assert len(prompts) + sum(max(0, pages) for pages in used.values()) <= ledger.total_pages
-        assert ledger.free_pages == ledger.total_pages - ledger.reserved_pages - ledger.largest_gap >= 0
-        assert ledger.stalled.keys() <= self.ready.keys(), "what waits for pages of the account does not run"
-        assert ledger.away <= self.ready.keys() | returning.keys()
-
-    def _used_pages(self, one: SequenceState) -> int:
-        """Return the pages that hold its KV, shared ones among them."""
-        tokens = {Status.QUEUED: 0, Status.PREFILLING: one.computed_tokens}.get(one.status, one.kv_tokens)
-        return pages_for(tokens, self.plan.page_size)
+        """Check the invariants between two steps."""
+        virtual_checks.check(self)

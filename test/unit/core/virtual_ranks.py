@@ -5,25 +5,21 @@ Every rank carries out its own actions. The invariants of the group are checked 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import virtual_partition
+from virtual_decider import VirtualDecider
 from virtual_overflow import VirtualOverflow
 from virtual_rank import VirtualRank
 from virtual_sequences import Batch, Fate, Request
 
 from sgl_batch.core.actions import EndPartition, Partition, Prefill, Refill
 from sgl_batch.core.admission_policy import AdmissionPolicy, Reserve
-from sgl_batch.core.decision_record import group_record
-from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.group_callbacks import BUILT_IN, Callbacks
-from sgl_batch.core.group_decider import GroupDecider
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_agreement import GroupDecision, RankHeader, StepKind, decide_group, next_step, rank_is_due
+from sgl_batch.core.rank_agreement import GroupDecision, RankHeader, StepKind, next_step, rank_is_due
 from sgl_batch.core.rank_moves import Migration, Move
-from sgl_batch.core.rank_state import RankState
 
 # Boundaries in a row without a forward pass: where all runners have given way, the next one waits for KV.
 _MOST_BOUNDARIES = 3
@@ -81,8 +77,9 @@ class VirtualRanks:
         is_shared: bool = False,
     ) -> None:
         """`is_shared`: whether all pages are those of one store, of which each rank has a lease."""
-        self.plan, self.log = plan, Log()
-        self._decider, self._replays = GroupDecider(migration, callbacks), EndedLengths()
+        self.plan = plan
+        self._decider = VirtualDecider(plan, migration, callbacks)
+        self.records, self.log = self._decider.records, Log(faults=self._decider.faults)
         self._held: frozenset[int] = frozenset()
         self._pool_pages = pages if is_shared else 0
         self._takes = takes
@@ -99,7 +96,6 @@ class VirtualRanks:
             )
             for _ in range(num_ranks)
         ]
-        self.records: list[dict] = []
         self._arriving = sorted(enumerate(requests), key=lambda numbered: numbered[1].at)
         self._aborting: list[tuple[int, str]] = []
 
@@ -187,7 +183,7 @@ class VirtualRanks:
             for rank in self.ranks:
                 rank.running = rank.extend_running(rank.running)
             states = [rank.rank_state() for rank in self.ranks]
-            decision = self._decided(states)
+            decision = self._decider.decide(states, record=self.ranks[0].decides_alone)
             for rank, lease in zip(self.ranks, decision.leases, strict=bool(decision.leases)):
                 rank.kv.leased.set(lease)
             self._held = decision.held
@@ -202,21 +198,6 @@ class VirtualRanks:
                 for number, rank in enumerate(self.ranks)
             ]
         return [Part(batch=batch, enters=(step.kind.value, step.expert_calls)) for batch in batches]
-
-    def _decided(self, states: list[RankState]) -> GroupDecision:
-        for state in states:
-            for length in state.ended:
-                self._replays.add(length)
-        callbacks, migration = self._decider.callbacks, self._decider.migration
-        decision = self._decider.decide(states, self.plan)
-        again = decide_group(states, self.plan, migration, callbacks, self._replays)
-        assert decision == again, "the same states, the same decision"
-        if decision.fault is not None:
-            self.log.faults.append(decision.fault.text)
-        if self.ranks[0].decides_alone or callbacks.names:
-            record = group_record(states, self.plan, migration, decision, callbacks.names)
-            self.records.append(json.loads(json.dumps(record)))
-        return decision
 
     @staticmethod
     def _header(rank: VirtualRank, *, held: bool) -> RankHeader:
@@ -277,11 +258,15 @@ class VirtualRanks:
 
     def carry_out(self, moves: Sequence[Move]) -> None:
         """Make all moves together: every target reserves room before any sequence leaves."""
-        taken = [move for move in moves if self._takes(move.sequence_id, self.log.steps)]
-        for move in taken:
-            source = self.ranks[move.source]
-            leased = source.leased_by(move.sequence_id)
-            self.ranks[move.target].expect(source.sequence_named(move.sequence_id), leased)
+        wanted = [move for move in moves if self._takes(move.sequence_id, self.log.steps)]
+        taken = []
+        for move in wanted:
+            source, target = self.ranks[move.source], self.ranks[move.target]
+            sequence, leased = source.sequence_named(move.sequence_id), source.leased_by(move.sequence_id)
+            # Where a move before it has failed, what that sequence would have brought of its lease can lack.
+            if len(wanted) == len(moves) or not leased or target.has_room(sequence, leased):
+                target.expect(sequence, leased)
+                taken.append(move)
         for move in taken:
             sequence = self.ranks[move.source].sequence_named(move.sequence_id)
             self.ranks[move.source].depart(move.sequence_id)

@@ -38,7 +38,13 @@ def test_a_long_queue_is_sent_up_to_a_limit(monkeypatch):
 
 @st.composite
 def sequences(draw, status: Status, first: int) -> list[SequenceState]:
-    numbers = st.tuples(st.integers(1, 300), st.integers(0, 50), st.sampled_from([None, "g", "h"]), st.integers(0, 99))
+    numbers = st.tuples(
+        st.integers(1, 300),
+        st.integers(0, 50),
+        st.sampled_from([None, "g", "h"]),
+        st.integers(0, 99),
+        st.integers(0, 1 << 50),
+    )
     drawn = draw(st.lists(numbers))
     return [
         SequenceState(
@@ -50,8 +56,9 @@ def sequences(draw, status: Status, first: int) -> list[SequenceState]:
             choice=i,
             status=status,
             expected_tokens=expected,
+            waits_since=waits,
         )
-        for i, (prompt, new, group, expected) in enumerate(drawn)
+        for i, (prompt, new, group, expected, waits) in enumerate(drawn)
     ]
 
 
@@ -109,6 +116,7 @@ def rank_states(draw) -> RankState:
         takes_replicas=draw(st.booleans()),
         store=store,
         lacking=draw(st.integers(0, 9)),
+        device_room=draw(st.integers(0, 99)),
     )
 
 

@@ -307,3 +307,18 @@ def test_a_sequence_with_a_search_that_may_time_out_is_not_replicable(table):
     make_ready(table, patient, request(2))
     ready, _ = table.movable(SimpleNamespace(reqs=[]), PLAN)
     assert [item.replicable for item in ready] == [False, True]
+
+
+def test_a_sequence_that_waited_on_another_rank_keeps_its_turn(table):
+    make_ready(table, request(1), request(2))
+    table.at_boundary(3)
+    make_ready(table, request(3))
+    table.ledger.release("r3")  # its KV is in a store
+    for number, since in ((4, table["r3"].waits_since - 1), (5, table["r3"].waits_since + 7)):
+        arriving = request(number)
+        assert table.expect(arriving, PLAN) is None
+        table.adopt(arriving, since)
+    make_ready(table, request(6))
+    assert [sequence.sequence_id for sequence in table.ready] == ["r1", "r2", "r4", "r3", "r5", "r6"]
+    turns = [sequence.waits_since for sequence in table.ready]
+    assert turns == sorted(turns), "later ones wait behind those that have arrived"
