@@ -273,7 +273,7 @@ class MemoryConfig:
 _FUNCTION_EXAMPLES = {"on_yield": "my_callbacks:round_kv", "drafter": "my_drafts:of_corpus"}
 PARTITION_COSTS = ("kept", "measure", "off")
 PARTITION_EXPERTS = ("whole", "split")
-MIGRATIONS = ("even", "never", "always", "partition")
+MIGRATIONS = ("even", "never", "always", "prepared", "partition")
 TOKEN_DISPATCHERS = ("auto", "shared", "gloo", "nccl", "deepep")
 
 
@@ -284,7 +284,8 @@ class RankConfig:
     migration: str = _flag(
         "even",
         "which sequences move to another rank at a boundary; even: those that even out the ranks' counts; never: none; "
-        "always: all that can, partition: none, but ranks run all together every other interval (for tests)",
+        "for tests, always: all that can; prepared: all that can, after their full pages were copied; partition: none, "
+        "but ranks run all together every other interval",
         choices=MIGRATIONS,
     )
     on_refill: str | None = _flag(

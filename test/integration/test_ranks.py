@@ -172,9 +172,17 @@ def reported(engine: Any, prompts: Prompts, **more: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("store", [{}, {"kv_store_bytes": 64 << 20}], ids=["device", "store"])
+@pytest.mark.parametrize(
+    ("store", "migration"),
+    [({}, "always"), ({}, "prepared"), ({"kv_store_bytes": 64 << 20}, "always")],
+    ids=["at once", "after copies", "through a store"],
+)
 def test_log_probabilities_grammars_and_reported_experts_do_not_depend_on_moves(
-    store: dict[str, int], started: Callable[..., Any], model_path: Callable[[str], str], prompts: Prompts
+    store: dict[str, int],
+    migration: str,
+    started: Callable[..., Any],
+    model_path: Callable[[str], str],
+    prompts: Prompts,
 ) -> None:
     settings = {
         "model_path": model_path(FAMILIES[0]),
@@ -188,10 +196,12 @@ def test_log_probabilities_grammars_and_reported_experts_do_not_depend_on_moves(
         **store,
     }
     one = reported(started(**settings), prompts)
-    engine = started(**settings, **ranks(2))
+    engine = started(**settings, **ranks(2, migration=migration))
     assert reported(engine, prompts) == one
-    counters = engine.batch_stats()["counters"]
-    assert counters["sequences_arrived"] >= 2 * len(one)
+    stats = engine.batch_stats()
+    assert stats["counters"]["sequences_arrived"] >= 2 * len(one)
+    assert (stats["counters"].get("pages_copied_ahead", 0) > 0) == (migration == "prepared")
+    assert stats["free_pages"] == stats["total_pages"]
 
 
 def test_answers_of_two_ranks_do_not_depend_on_drafts(batch_engine: Callable[..., Any], prompts: Prompts) -> None:

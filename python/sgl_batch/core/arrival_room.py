@@ -16,6 +16,7 @@ class ArrivalRoom:
     has_waiting: whether sequences wait there for pages of the account: they come before any that would arrive.
     tokens: tokens for which an exclusive store of its own has pages; None without one.
     request_slots: how many more sequences it can hold.
+    held: sequences of other ranks for which its account has reserved pages, because it holds a copy of their first.
     """
 
     pages: int
@@ -23,6 +24,7 @@ class ArrivalRoom:
     has_waiting: bool
     tokens: int | None
     request_slots: int
+    held: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, rank: RankState, page_size: int, *, kept_pages: int = 0) -> ArrivalRoom:
@@ -34,18 +36,26 @@ class ArrivalRoom:
             has_waiting=rank.has_waiting,
             tokens=stored,
             request_slots=0 if rank.partition else rank.state.free_request_slots - (kept_pages > 0),
+            held=frozenset(copy.sequence_id for copy in rank.held if copy.arrived),
         )
 
     def fits(self, item: Movable) -> bool:
         """Return whether a sequence can arrive."""
         stored = self.tokens is None or item.tokens <= self.tokens
-        pages = item.new_pages + max(self.largest_gap, item.gap)
+        pages = self._new_pages(item) + max(self.largest_gap, item.gap)
         return self.request_slots > 0 and not self.has_waiting and pages <= self.pages and stored
 
     def take(self, item: Movable) -> None:
         """Let a sequence arrive that fits."""
-        self.pages -= max(0, item.new_pages)  # what it brings does not come if the move fails
+        self.pages -= max(0, self._new_pages(item))  # what it brings does not come if the move fails
         self.largest_gap = max(self.largest_gap, item.gap)
         if self.tokens is not None:
             self.tokens -= item.tokens
         self.request_slots -= 1
+
+    def holds(self, item: Movable) -> bool:
+        """Return whether the rank holds a copy of the first pages of a sequence."""
+        return item.sequence.sequence_id in self.held
+
+    def _new_pages(self, item: Movable) -> int:
+        return 0 if self.holds(item) else item.new_pages

@@ -265,6 +265,7 @@ def plain_group(decision: GroupDecision) -> Plain:
         "expert_calls": decision.expert_calls,
         "fault": None if decision.fault is None else decision.fault.text,
         "leases": [asdict(lease) for lease in decision.leases],
+        "copies": [asdict(copy) for copy in decision.copies],
     }
 
 
@@ -293,6 +294,8 @@ def _plain_rank(rank: RankState) -> Plain:
         "store": None if rank.store is None else asdict(rank.store),
         "lacking": rank.lacking,
         "device_room": rank.device_room,
+        "sends_pages": rank.sends_pages,
+        "held": [asdict(copy) for copy in rank.held],
     }
 
 

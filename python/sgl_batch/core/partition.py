@@ -99,6 +99,8 @@ def _refusal_of(number: int, ranks: Sequence[RankState], numbers: Sequence[int])
         return f"rank {number} runs sequences that cannot be replicated"
     if rank.has_waiting:
         return f"sequences wait for pages of rank {number}"
+    if not all(copy.arrived for copy in rank.held):
+        return f"copies of sequences that were to move are under way to rank {number}"
     arriving = [item for other in numbers if other != number for item in ranks[other].running]
     if len(arriving) > rank.state.free_request_slots:
         return f"rank {number} has {rank.state.free_request_slots} request slots for {len(arriving)} replicas"

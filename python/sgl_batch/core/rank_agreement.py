@@ -21,6 +21,7 @@ from sgl_batch.core.actions import (
     Refill,
 )
 from sgl_batch.core.admission import unit_pages
+from sgl_batch.core.early_copies import EarlyCopy
 from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.group_callbacks import BUILT_IN, CallbackFault, Callbacks
 from sgl_batch.core.group_view import GroupView
@@ -30,7 +31,7 @@ from sgl_batch.core.partition import anything_waits, at_every_other_boundary, en
 from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan, num_expert_calls
 from sgl_batch.core.prompt_partition import shared_prompt
-from sgl_batch.core.rank_moves import Migration, Move, as_migrates, moves_of, plan_moves
+from sgl_batch.core.rank_moves import Migration, Move, as_migrates, in_phases, moves_of, plan_moves, with_moves
 from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.store_lease import Lease
@@ -121,6 +122,9 @@ class GroupDecision:
     expert_calls: how many expert calls a layer takes in the next pass, on every rank.
     fault: what was wrong with the answer of a user's callback, instead of which the default has decided.
     leases: by rank, its lease of the store that the ranks share, in force before its actions; empty without one.
+    moves: the moves of all ranks, one for each sequence of the Migrate actions.
+    copies: copies that begin now, for moves at a later boundary. Ranks drop the copies that they hold, if all of their
+        pages have arrived and the sequence does not move now, unless the ranks prefill.
     """
 
     actions: tuple[Actions, ...]
@@ -129,11 +133,8 @@ class GroupDecision:
     expert_calls: int
     fault: CallbackFault | None = None
     leases: tuple[Lease, ...] = ()
-
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """The moves of all ranks, one for each sequence."""
-        return moves_of(self.actions[0])
+    moves: tuple[Move, ...] = ()
+    copies: tuple[EarlyCopy, ...] = ()
 
     @property
     def ends(self) -> tuple[EndPartition, ...]:
@@ -166,13 +167,13 @@ def decide_group(
     Args:
         ranks: the state of each rank, by rank, as gathered at this boundary.
         plan: the plan in force on all ranks.
-        migration: which sequences may change their rank. With ALWAYS and PARTITION no callback is asked.
+        migration: which sequences may change their rank. No callback is asked with those that are for tests.
         callbacks: what decides.
         ended: lengths of the outputs that have ended on all ranks; None if none is known.
         costs: measured seconds of passes that ranks share; None if they are not known.
     """
     ranks, leases = with_leases(ranks, plan)
-    if migration in (Migration.ALWAYS, Migration.PARTITION):
+    if migration.is_for_tests:
         return replace(_for_tests(ranks, plan, migration), leases=leases)
     ends = ends_of(ranks) if anything_waits(ranks) else ()
     ranks = without_replicas(ranks, ends)
@@ -186,7 +187,7 @@ def decide_group(
     if any(isinstance(action, PrefillPhase) for action in actions):
         decision = _prefill_phase(dealt, own, plan, ends, costs)
     else:
-        decision = _decode_phase(ranks, plan, (*ends, *actions))
+        decision = _decode_phase(ranks, plan, (*ends, *actions), migration)
     return replace(decision, fault=fault, leases=leases)
 
 
@@ -199,7 +200,7 @@ def _for_tests(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> 
     if any(isinstance(action, Prefill) for action in own):
         return _prefill_phase(ranks, own, plan, ends)
     moves = as_migrates(ranks, plan_moves(ranks, plan, migration))
-    return _decode_phase(ranks, plan, (*ends, *moves, *partitions))
+    return _decode_phase(ranks, plan, (*ends, *moves, *partitions), migration)
 
 
 def _view(
@@ -226,9 +227,14 @@ def _head_pages(action: Prefill, rank: RankState, plan: Plan) -> int:
     return unit_pages(action.units[0], rank.ledger(plan.page_size), plan) if action.units else 0
 
 
-def _decode_phase(ranks: Sequence[RankState], plan: Plan, actions: Actions) -> GroupDecision:
-    """Return the decision that these actions are carried out, and that the ranks then refill and decode."""
-    moves, held = moves_of(actions), held_by(actions)
+def _decode_phase(ranks: Sequence[RankState], plan: Plan, wanted: Actions, migration: Migration) -> GroupDecision:
+    """Return the decision that these actions are carried out, and that the ranks then refill and decode.
+
+    Some of the moves that are `wanted` are only prepared now.
+    """
+    moves, copies = in_phases(ranks, moves_of(wanted), plan, migration)
+    actions = with_moves(wanted, as_migrates(ranks, moves))
+    held = held_by(actions)
     ranks = without_replicas(ranks, (action for action in actions if isinstance(action, EndPartition)))
     decoding = _decoding(ranks, moves)
     own = [Idle() if number in held else _at_boundary(rank, plan) for number, rank in enumerate(decoding)]
@@ -241,7 +247,7 @@ def _decode_phase(ranks: Sequence[RankState], plan: Plan, actions: Actions) -> G
     most = max(rows, plan.decode.b_moe, *(rank.state.running for rank in ranks)) if moves else rows
     calls = num_expert_calls(most, plan.decode)
     lists: tuple[Actions, ...] = tuple((*actions, action) for action in own)
-    return GroupDecision(actions=lists, busy=rows > 0, prefill=False, expert_calls=calls)
+    return GroupDecision(actions=lists, busy=rows > 0, prefill=False, expert_calls=calls, moves=moves, copies=copies)
 
 
 def held_by(actions: Actions) -> frozenset[int]:

@@ -1,16 +1,17 @@
-"""Decides which sequences change their rank at a boundary to even out the ranks' counts."""
+"""Decides which sequences change their rank at a boundary to even out counts, and which moves copies prepare first."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from sgl_batch.core.actions import Actions, Migrate
 from sgl_batch.core.arrival_room import ArrivalRoom
+from sgl_batch.core.early_copies import EarlyCopy, least_worth_preparing, within_limits
 from sgl_batch.core.plan import Plan
-from sgl_batch.core.rank_state import Movable, RankState
+from sgl_batch.core.rank_state import Movable, RankState, movable_by_name
 
 # More pages than any account has.
 _NOTHING_MOVES = 1 << 62
@@ -19,22 +20,38 @@ _NOTHING_MOVES = 1 << 62
 class Migration(enum.Enum):
     """Which sequences change their rank at a boundary. EVEN evens out counts.
 
-    For tests: ALWAYS moves all that can; PARTITION moves none, partitions all that can be, and ends that at the next.
+    For tests: ALWAYS moves all that can at once, PREPARED all that can after early copies; PARTITION moves none,
+    partitions all that can be, and ends that at the next.
     """
 
     EVEN = "even"
     NEVER = "never"
     ALWAYS = "always"
+    PREPARED = "prepared"
     PARTITION = "partition"
+
+    @property
+    def moves_all(self) -> bool:
+        """Whether all sequences move that can."""
+        return self in (Migration.ALWAYS, Migration.PREPARED)
+
+    @property
+    def is_for_tests(self) -> bool:
+        """Whether it takes the place of the callbacks."""
+        return self.moves_all or self is Migration.PARTITION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One sequence moves from rank `source` to rank `target`; a Migrate consists of such moves."""
+    """One sequence moves from rank `source` to rank `target`; a Migrate consists of such moves.
+
+    `prepared`: the target holds a copy of its first pages.
+    """
 
     sequence_id: str
     source: int
     target: int
+    prepared: bool = False
 
 
 def moves_of(actions: Actions) -> tuple[Move, ...]:
@@ -51,14 +68,17 @@ def as_migrates(ranks: Sequence[RankState], moves: Sequence[Move]) -> tuple[Migr
     """Return the moves as actions, one action for consecutive moves between the same two ranks."""
     made = []
     for (source, target), together in groupby(moves, key=lambda move: (move.source, move.target)):
-        named = _movable_by_name(ranks[source])
+        named = movable_by_name(ranks[source])
         sequences = tuple(named[move.sequence_id].sequence for move in together)
         made.append(Migrate(sequences=sequences, source=source, target=target))
     return tuple(made)
 
 
-def _movable_by_name(rank: RankState) -> dict[str, Movable]:
-    return {item.sequence.sequence_id: item for item in (*rank.ready, *rank.running)}
+def with_moves(actions: Actions, migrates: Sequence[Migrate]) -> Actions:
+    """Return the actions with these moves instead of theirs, where those begin."""
+    first = next((place for place, action in enumerate(actions) if isinstance(action, Migrate)), len(actions))
+    others = [action for action in actions[first:] if not isinstance(action, Migrate)]
+    return (*actions[:first], *migrates, *others)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,16 +106,36 @@ class _Load:
 
 
 def plan_moves(ranks: Sequence[RankState], plan: Plan, migration: Migration) -> tuple[Move, ...]:
-    """Return moves that even out the ranks' numbers of sequences: waiting ones first, then those with the least KV."""
+    """Return moves that even out the ranks' numbers of sequences: waiting ones first, then those with the least KV.
+
+    Before all others come the sequences of which the target holds a copy.
+    """
     if migration in (Migration.NEVER, Migration.PARTITION) or len(ranks) < 2:
         return ()
     loads = [_load_of(rank, plan) for rank in ranks]
-    if migration is Migration.ALWAYS:
-        return _move_all(loads)
-    moves: list[Move] = []
+    moves = _prepared_moves(ranks, loads, migration)
+    held = {copy.sequence_id for rank in ranks for copy in rank.held}
+    for load in loads if held else ():
+        load.movable = [item for item in load.movable if item.sequence.sequence_id not in held]
+    if migration.moves_all:
+        return (*moves, *_move_all(loads))
     while (move := _evening_move(loads)) is not None:
         moves.append(move)
     return tuple(moves)
+
+
+def _prepared_moves(ranks: Sequence[RankState], loads: list[_Load], migration: Migration) -> list[Move]:
+    """Return the moves whose copies have arrived. The target has reserved their pages."""
+    moves = []
+    for target, rank in enumerate(ranks):
+        for copy in rank.held:
+            source = loads[copy.source]
+            item = next((item for item in source.movable if item.sequence.sequence_id == copy.sequence_id), None)
+            if not copy.arrived or item is None or not loads[target].room.fits(item):
+                continue
+            if migration.moves_all or (loads[target].takes and source.total - loads[target].total >= 2):
+                moves.append(_move(loads, item, copy.source, target))
+    return moves
 
 
 def _evening_move(loads: list[_Load]) -> Move | None:
@@ -150,3 +190,40 @@ def _move_all(loads: list[_Load]) -> tuple[Move, ...]:
             if loads[target].room.fits(item):
                 moves.append(_move(loads, item, source, target))
     return tuple(moves)
+
+
+def in_phases(
+    ranks: Sequence[RankState], moves: Sequence[Move], plan: Plan, migration: Migration
+) -> tuple[tuple[Move, ...], tuple[EarlyCopy, ...]]:
+    """Return the moves to make now, and copies that prepare others. Those follow when all of their pages are there.
+
+    No copy begins while others are under way, and a sequence of which a copy is under way does not move. Where no rank
+    decodes, a move holds up nothing, and comes now.
+    """
+    prepares = migration is not Migration.ALWAYS and any(rank.state.running for rank in ranks)
+    least = 1 if migration is Migration.PREPARED else least_worth_preparing(plan)
+    arrived = {(copy.sequence_id, target) for target, rank in enumerate(ranks) for copy in rank.held if copy.arrived}
+    under_way = {copy.sequence_id for rank in ranks for copy in rank.held if not copy.arrived}
+    now, wanted = [], []
+    for move in moves:
+        source = ranks[move.source]
+        if (move.sequence_id, move.target) in arrived:
+            now.append(replace(move, prepared=True))
+        elif move.sequence_id not in under_way:
+            item = movable_by_name(source)[move.sequence_id]
+            if prepares and source.sends_pages and item.tokens // plan.page_size >= least:
+                wanted.append(_copy_for(move, item, plan))
+            else:
+                now.append(move)
+    return tuple(now), () if under_way else within_limits(wanted)
+
+
+def _copy_for(move: Move, item: Movable, plan: Plan) -> EarlyCopy:
+    return EarlyCopy(
+        sequence_id=move.sequence_id,
+        source=move.source,
+        target=move.target,
+        full_pages=item.tokens // plan.page_size,
+        pages=item.pages,
+        gap=item.gap,
+    )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sgl_batch.core.admission_policy import RESERVE, AsNoted
+from sgl_batch.core.early_copies import HeldCopy
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
@@ -45,7 +46,8 @@ class RankState:
     that may leave. `partition`: the set of ranks that it is partitioned with; empty if it is not. `replicas`: how many
     of its running sequences other ranks own. `takes_replicas`: whether it can be partitioned. `store`: what it has of a
     store that it shares with other ranks; None without one. `lacking`: pages that admitted sequences wait for.
-    `device_room`: with such a store, pages of the device for sequences that wait.
+    `device_room`: with such a store, pages of the device for sequences that wait. `sends_pages`: whether sequences
+    leave with their pages, and not by reference to a store. `held`: what it holds of sequences of other ranks.
     """
 
     state: State
@@ -66,6 +68,8 @@ class RankState:
     store: StoreUse | None = None
     lacking: int = 0
     device_room: int = 0
+    sends_pages: bool = False
+    held: Sequence[HeldCopy] = ()
 
     @classmethod
     def of(
@@ -81,6 +85,8 @@ class RankState:
         takes_replicas: bool = True,
         store: StoreUse | None = None,
         device_room: int = 0,
+        sends_pages: bool = False,
+        held: Sequence[HeldCopy] = (),
     ) -> RankState:
         """Return the state of a rank with this account of admission. `movable`: waiting and running sequences.
 
@@ -105,6 +111,8 @@ class RankState:
             takes_replicas=takes_replicas and store is None,
             store=store,
             device_room=device_room,
+            sends_pages=sends_pages,
+            held=held,
             lacking=sum(account.whole_need(name) - account.held(name) for name in account.stalled),
         )
 
@@ -160,3 +168,8 @@ class RankState:
             ledger.away.add("waits")
         ledger.add_prompt_pages(ledger.free_pages - self.free_pages)
         return ledger
+
+
+def movable_by_name(rank: RankState) -> dict[str, Movable]:
+    """Return the sequences that may leave a rank, by id."""
+    return {item.sequence.sequence_id: item for item in (*rank.ready, *rank.running)}

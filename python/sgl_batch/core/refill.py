@@ -46,9 +46,10 @@ def _moves_instead(view: GroupView) -> tuple[Migrate, ...] | None:
     for target, kept_pages in view.prefills.items():
         room = ArrivalRoom.of(view.ranks[target], view.plan.page_size, kept_pages=kept_pages)
         for _ in range(_lacking(view.ranks[target], view)):
-            # From the rank with the most that it cannot run; of these the earliest that fits.
+            # From the rank with the most that it cannot run; of these one of which a copy is here, or the earliest.
             for source in sorted(spare, key=lambda number: (-len(spare[number]), number)):
-                item = next((item for item in spare[source] if room.fits(item)), None)
+                fitting = [item for item in spare[source] if room.fits(item)]
+                item = next((item for item in fitting if room.holds(item)), fitting[0] if fitting else None)
                 if item is not None:
                     break
             else:

@@ -14,6 +14,7 @@ from sgl_batch.core import decide
 from sgl_batch.core.admission_policy import AsNoted
 from sgl_batch.core.decision_record import COUNTS, VERSION, plain_actions, plain_group
 from sgl_batch.core.decode_streaming import StreamingChoice
+from sgl_batch.core.early_copies import HeldCopy
 from sgl_batch.core.ended_lengths import EndedLengths
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.group_callbacks import Callbacks
@@ -288,8 +289,9 @@ def _rank(plain: Record) -> RankState:
         ended=tuple(plain["ended"]),
         **numbers,
         partition=frozenset(plain["partition"]),
+        held=[HeldCopy(**copy) for copy in plain["held"]],
         **{name: plain[name] for name in ("grows", "largest_gap", "has_waiting", "lacking", "device_room")},
-        **{name: plain[name] for name in ("replicas", "takes_replicas")},
+        **{name: plain[name] for name in ("replicas", "takes_replicas", "sends_pages")},
         store=None if plain["store"] is None else StoreUse(**plain["store"]),
     )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import msgspec
 
 from sgl_batch.core.actions import Partition, Prefill, Refill
+from sgl_batch.core.early_copies import EarlyCopy, HeldCopy
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupDecision, GroupStep, StepKind
+from sgl_batch.core.rank_moves import Move
 from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.store_lease import StoreUse
@@ -56,6 +60,14 @@ class SequenceRow(msgspec.Struct, array_like=True, frozen=True):
     waits_since: int
 
 
+class HeldRow(msgspec.Struct, array_like=True, frozen=True):
+    """A `HeldCopy`."""
+
+    sequence_id: str
+    source: int
+    arrived: bool
+
+
 class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     """A rank's state at a boundary."""
 
@@ -84,6 +96,8 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     store: tuple[int, int, int, bool] | None
     lacking: int
     device_room: int
+    sends_pages: bool
+    held: list[HeldRow]
 
 
 class MoveRow(msgspec.Struct, array_like=True, frozen=True):
@@ -92,6 +106,18 @@ class MoveRow(msgspec.Struct, array_like=True, frozen=True):
     sequence_id: str
     source: int
     target: int
+    prepared: bool
+
+
+class CopyRow(msgspec.Struct, array_like=True, frozen=True):
+    """An `EarlyCopy`."""
+
+    sequence_id: str
+    source: int
+    target: int
+    full_pages: int
+    pages: int
+    gap: int
 
 
 class PartitionRow(msgspec.Struct, array_like=True, frozen=True):
@@ -114,6 +140,7 @@ class BoundaryActions(msgspec.Struct, tag="actions", array_like=True, frozen=Tru
     busy: bool
     expert_calls: int
     moves: list[MoveRow]
+    copies: list[CopyRow]
     units: list[list[str]]
     refill: list[str]
     ends: list[list[int]]
@@ -176,6 +203,8 @@ def message_of(rank: RankState) -> StateMessage:
         store=None if rank.store is None else _plain_use(rank.store),
         lacking=rank.lacking,
         device_room=rank.device_room,
+        sends_pages=rank.sends_pages,
+        held=[HeldRow(copy.sequence_id, copy.source, copy.arrived) for copy in rank.held],
     )
 
 
@@ -260,6 +289,8 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         store=None if message.store is None else _use_of(*message.store),
         lacking=message.lacking,
         device_room=message.device_room,
+        sends_pages=message.sends_pages,
+        held=tuple(HeldCopy(sequence_id=r.sequence_id, source=r.source, arrived=r.arrived) for r in message.held),
     )
 
 
@@ -285,7 +316,8 @@ def actions_for(decision: GroupDecision, rank: int) -> BoundaryActions:
         prefill=decision.prefill,
         busy=decision.busy,
         expert_calls=decision.expert_calls,
-        moves=[MoveRow(move.sequence_id, move.source, move.target) for move in decision.moves],
+        moves=[MoveRow(*astuple(move)) for move in decision.moves],
+        copies=[CopyRow(*astuple(copy)) for copy in decision.copies],
         units=[[member.sequence_id for member in unit.members] for unit in units],
         refill=[sequence.sequence_id for sequence in action.sequences] if isinstance(action, Refill) else [],
         ends=[sorted(end.ranks) for end in decision.ends],
@@ -298,3 +330,25 @@ def actions_for(decision: GroupDecision, rank: int) -> BoundaryActions:
 def _partition_row(partition: Partition) -> PartitionRow:
     owners = [next(iter(sequence.ranks)) for sequence in partition.sequences]
     return PartitionRow([one.sequence_id for one in partition.sequences], owners, sorted(partition.ranks))
+
+
+def moves_of(message: BoundaryActions) -> list[Move]:
+    """Return the moves of a boundary."""
+    return [
+        Move(sequence_id=m.sequence_id, source=m.source, target=m.target, prepared=m.prepared) for m in message.moves
+    ]
+
+
+def copies_of(message: BoundaryActions) -> list[EarlyCopy]:
+    """Return the copies that begin at a boundary."""
+    return [
+        EarlyCopy(
+            sequence_id=row.sequence_id,
+            source=row.source,
+            target=row.target,
+            full_pages=row.full_pages,
+            pages=row.pages,
+            gap=row.gap,
+        )
+        for row in message.copies
+    ]

@@ -5,18 +5,24 @@ core/rank_agreement decides which sequences move. migration/ moves them, and dec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from sgl_batch.core.early_copies import EarlyCopy, HeldCopy
+from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_moves import Move
 from sgl_batch.distributed.group_transport import GroupTransport
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.managers.pages_ahead import PagesAhead, page_views
+from sgl_batch.metrics.counters import Counters
 from sgl_batch.migration import messages, migrator
+from sgl_batch.migration.early_copies import EarlyCopies, Taken
 from sgl_batch.migration.endpoints import Endpoints
 from sgl_batch.migration.header import SequenceHeader
 from sgl_batch.migration.outcome import Result
@@ -30,16 +36,19 @@ from sgl_batch.sglang_adapter.types.scheduler import PagePool, SGLangScheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Expected:
-    """A sequence that may arrive: its request, and the KV indices of the pages that are kept for it."""
+    """A sequence that may arrive: its request, and the KV indices of the pages that it will have."""
 
     request: Request
     kv_indices: torch.Tensor
 
 
 def written_down(
-    request: Request, pool: PagePool, *, num_pages: int, store_blocks: Sequence[int] = ()
+    request: Request, pool: PagePool, *, num_pages: int, store_blocks: Sequence[int] = (), pages_there: int = 0
 ) -> SequenceHeader:
-    """Return the header of a request whose KV is sent in pages, or lies in blocks of the store that all ranks share."""
+    """Return the header of a request whose KV is sent in pages, or lies in blocks of the store that all ranks share.
+
+    `pages_there`: pages before these of which the receiver holds a copy.
+    """
     return SequenceHeader(
         sequence_id=request.rid,
         prompt_tokens=list(request.origin_input_ids),
@@ -53,6 +62,7 @@ def written_down(
         page_shapes=tuple(tuple(part.shape[1:]) for part in pool.page_parts(0)),
         page_dtype=str(pool.dtype).removeprefix("torch."),
         store_blocks=list(store_blocks),
+        pages_there=pages_there,
     )
 
 
@@ -93,13 +103,19 @@ class RankSequences:
     """The `SequenceStore` of a scheduler process whose KV lies on the device alone."""
 
     def __init__(
-        self, scheduler: SGLangScheduler, executor: BoundaryExecutor, arrivals: Arrivals | None = None
+        self,
+        scheduler: SGLangScheduler,
+        executor: BoundaryExecutor,
+        *,
+        ahead: PagesAhead | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._scheduler, self._executor, self._table = scheduler, executor, executor.table
         self._arrivals: Arrivals = executor.table if arrivals is None else arrivals
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._page_size: int = scheduler.page_size
         self._grammars = ArrivingGrammars(scheduler)
+        self._ahead = ahead
         self._expected: dict[str, _Expected] = {}
         self._running: ScheduleBatch | None = None
 
@@ -109,19 +125,38 @@ class RankSequences:
     def export(self, sequence_id: str) -> Export:
         request = self._table.request_named(sequence_id)
         kv_indices = self._scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : request.kv_committed_len]
-        pages = (kv_indices[:: self._page_size].to(torch.int64) // self._page_size).tolist()
-        header = written_down(request, self._pool, num_pages=len(pages))
-        return Export(header=header, tensors=list(self._views(pages)))
+        there = 0 if self._ahead is None else self._ahead.num_there(sequence_id)
+        tensors = list(page_views(self._pool, kv_indices[there * self._page_size :], self._page_size))
+        num_pages = pages_for(request.kv_committed_len, self._page_size) - there
+        header = written_down(request, self._pool, num_pages=num_pages, pages_there=there)
+        return Export(header=header, tensors=tensors)
 
     def reserve(self, header: SequenceHeader) -> Reservation | Refusal:
         request = request_of(header, self._scheduler)
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        kept = self._kept_for(header)
+        if isinstance(kept, Refusal):
+            return kept
         refusal = self._grammars.give(request) or self._arrivals.expect(request, self._executor.plan)
         if refusal is not None:
+            allocator.free(kept)
             return Refusal(reason=refusal)
-        kv_indices = self._scheduler.token_to_kv_pool_allocator.alloc(header.num_pages * self._page_size)
-        assert kv_indices is not None, "the page ledger has reserved pages that the allocator has free"
+        sent = allocator.alloc(header.num_pages * self._page_size)
+        assert sent is not None, "the page ledger has reserved pages that the allocator has free"
+        kv_indices = torch.cat((kept, sent))
         self._expected[header.sequence_id] = _Expected(request=request, kv_indices=kv_indices)
-        return Reservation(tensors=list(self._views((kv_indices[:: self._page_size] // self._page_size).tolist())))
+        return Reservation(tensors=list(page_views(self._pool, sent, self._page_size)))
+
+    def _kept_for(self, header: SequenceHeader) -> torch.Tensor | Refusal:
+        """Return the KV indices of the copy that this rank holds of a sequence, int64; none if the sender sends all."""
+        none = torch.empty(0, dtype=torch.int64, device=self._scheduler.device)
+        kept = none if self._ahead is None else self._ahead.take(header.sequence_id)
+        if len(kept) == header.pages_there * self._page_size:
+            return kept
+        self._scheduler.token_to_kv_pool_allocator.free(kept)
+        if header.pages_there:
+            return Refusal(reason=f"it lacks the copy of {header.pages_there} pages, and has {len(kept)} tokens")
+        return none
 
     def adopt(self, header: SequenceHeader, reservation: Reservation) -> None:
         expected = self._expected.pop(header.sequence_id)
@@ -141,34 +176,83 @@ class RankSequences:
         moving.release(self._scheduler, request)
         self._table.depart(sequence_id)
 
-    def _views(self, pages: list[int]) -> Iterator[torch.Tensor]:
-        for layer in range(self._pool.layer_num):
-            for part in self._pool.page_parts(layer):
-                for page in pages:
-                    yield part[page]
-
 
 class RankMigration:
-    """Carries out the moves of a boundary on this rank."""
+    """Carries out the moves of a boundary on this rank, and the copies that prepare later ones.
+
+    `ahead`: the pages of these copies; None where no page is sent to another rank.
+    """
 
     def __init__(
-        self, rank_context: RankContext, store: MovingSequences, *, backend: str, step_timeout_s: float
+        self,
+        rank_context: RankContext,
+        store: MovingSequences,
+        counters: Counters,
+        *,
+        backend: str,
+        step_timeout_s: float,
+        ahead: PagesAhead | None = None,
     ) -> None:
-        self._store, self._rank = store, rank_context.rank
-        self._boundary = 0
-        group = rank_context.process_group("pages", backend)
-        transport = GroupTransport(group, range(rank_context.topology.num_ranks), through_host=backend == "gloo")
+        self._store, self._counters, self._ahead = store, counters, ahead
+        self._rank, self._boundary = rank_context.rank, 0
+
+        def transport(name: str) -> GroupTransport:
+            group = rank_context.process_group(name, backend)
+            return GroupTransport(group, range(rank_context.topology.num_ranks), through_host=backend == "gloo")
+
         ends = Endpoints(
+            transport=transport("pages"),
             channel=rank_context.channel("migration", messages.Message),
-            transport=transport,
             store=store,
             step_timeout_s=step_timeout_s,
         )
         self._migrator = migrator.Migrator(ends)
+        self._copies = None
+        if ahead is not None:
+            self._copies = EarlyCopies(rank_context.channel("copies", Taken), transport("copied pages"), ahead)
+
+    @property
+    def sends_pages(self) -> bool:
+        """Whether sequences move with their pages, and not by reference to a store that the ranks share."""
+        return self._ahead is not None
+
+    @property
+    def held(self) -> list[HeldCopy]:
+        """The copies that this rank holds of sequences of other ranks."""
+        return [] if self._copies is None else self._copies.held
+
+    def advance(self) -> None:
+        """Let the copies that run beside the steps go on. This does not wait."""
+        if self._copies is not None and not self._copies.is_idle:
+            self._copies.advance()
+
+    def copy(self, copies: list[EarlyCopy]) -> None:
+        """Begin copies, as all ranks do."""
+        if copies and self._copies is not None and self._ahead is not None:
+            self._ahead.forget_read()
+            self._copies.begin(copies)
+
+    def drop_copies(self) -> None:
+        """Drop all copies that this rank holds."""
+        if self._copies is not None:
+            self._copies.drop_all_but(())
 
     def run(self, moves: list[Move], running: ScheduleBatch) -> int:
-        """Make these moves, as all ranks do; return how many sequences arrived. Raises MigrationFailed."""
+        """Make these moves, as all ranks do; return how many sequences arrived. Raises MigrationFailed.
+
+        Copies whose sequences do not move are dropped.
+        """
+        began = time.perf_counter()
+        if self._copies is not None and self._ahead is not None:
+            prepared = [move.sequence_id for move in moves if move.prepared]
+            self._copies.drop_all_but(prepared)
+            self._ahead.prepare(prepared)
+        if not moves:
+            return 0
         self._boundary += 1
         self._store.begin([move.sequence_id for move in moves if move.source == self._rank], running)
         report = self._migrator.run(self._boundary, moves)
+        if self._ahead is not None:
+            self._ahead.drop_left([move.sequence_id for move in moves])
+        self._counters.add("moves_us", round(1e6 * (time.perf_counter() - began)))
         return sum(outcome.result is Result.ADOPTED for outcome in report.outcomes)

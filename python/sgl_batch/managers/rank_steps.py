@@ -14,13 +14,12 @@ from sgl_batch.core.admission import Admission, note_expected
 from sgl_batch.core.node_pool import device_room
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupStep, RankHeader, StepKind, rank_is_due
-from sgl_batch.core.rank_moves import Move
 from sgl_batch.core.rank_state import RankState
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.store_lease import Lease
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
 from sgl_batch.managers.rank_group import RankGroup
-from sgl_batch.managers.rank_messages import BoundaryActions, StateMessage, message_of
+from sgl_batch.managers.rank_messages import BoundaryActions, StateMessage, copies_of, message_of, moves_of
 from sgl_batch.managers.rank_migration import RankMigration
 from sgl_batch.managers.rank_partition import RankPartition
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
@@ -69,6 +68,11 @@ class RankSteps:
         self._changes_known = self._changes_due = self._changes_made = self._boundaries = 0
         self._held = False
 
+    @property
+    def holds_copies(self) -> bool:
+        """Whether this rank holds pages for sequences of other ranks."""
+        return bool(self._migration.held)
+
     def between_steps(self, change: Callable[[], None]) -> None:
         """Make `change` between two steps, the same two on every rank, after all earlier changes."""
         self._changes.append(change)
@@ -87,6 +91,7 @@ class RankSteps:
         """
         executor = self._executor
         running = executor.join_arrived(running)
+        self._migration.advance()
         header = self._header(executor.state(running))
         with executor.clock.part("agreement"):
             step = self._group.agree(header, executor.plan)
@@ -94,6 +99,7 @@ class RankSteps:
         self._changes_due = step.plan_changes
         if step.kind is StepKind.IDLE:
             executor.sync()
+            self._migration.drop_copies()
             return Part(batch=None, running=running, takes_part=False, idles=True)
         if step.kind is StepKind.BOUNDARY:
             return self._boundary(running, step)
@@ -133,10 +139,9 @@ class RankSteps:
         self._held = actions.held
         if actions.prefill:
             return self._prefill(actions, running)
-        if actions.moves:
-            with executor.clock.part("boundary"):
-                moves = [Move(sequence_id=m.sequence_id, source=m.source, target=m.target) for m in actions.moves]
-                self._migration.run(moves, running)
+        with executor.clock.part("boundary"):
+            self._migration.run(moves_of(actions), running)
+            self._migration.copy(copies_of(actions))
         if actions.partitions:
             with executor.clock.part("boundary"):
                 running = self._partitioned.begin(actions.partitions, running)
@@ -217,6 +222,8 @@ class RankSteps:
                 takes_replicas=partition is not None,
                 store=None if leased is None else leased.use(),
                 device_room=0 if leased is None else device_room(executor.kv_state(running), executor.plan),
+                sends_pages=self._migration.sends_pages,
+                held=self._migration.held,
             )
         )
 

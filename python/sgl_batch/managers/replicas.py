@@ -20,7 +20,7 @@ class ReplicaStore:
     """The `SequenceStore` of a `Migrator` that makes copies, where KV lies on the device alone."""
 
     def __init__(self, scheduler: SGLangScheduler, executor: BoundaryExecutor, counters: Counters) -> None:
-        self._sequences = RankSequences(scheduler, executor, _ArrivingReplicas(executor.table))
+        self._sequences = RankSequences(scheduler, executor, arrivals=_ArrivingReplicas(executor.table))
         self._counters = counters
 
     def export(self, sequence_id: str) -> Export:

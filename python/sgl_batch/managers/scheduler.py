@@ -25,6 +25,7 @@ from sgl_batch.kv_offload.kv_choice import kv_form
 from sgl_batch.kv_offload.kv_tiers import KVTiers
 from sgl_batch.kv_offload.overflow_store import overflow_directory
 from sgl_batch.managers.boundary_executor import BoundaryExecutor
+from sgl_batch.managers.pages_ahead import PagesAhead
 from sgl_batch.managers.plan_changes import PlanChanges
 from sgl_batch.managers.rank_all_gather import join_all_gather
 from sgl_batch.managers.rank_callbacks import callbacks_of
@@ -113,11 +114,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
     def _settled(self, context: RunContext) -> tuple[BoundaryExecutor, StartChoices]:
         """Settle the choices of this start; return the executor that follows from them, and the choices."""
         runner, deterministic = self.tp_worker.model_runner, bool(self.server_args.enable_deterministic_inference)
+        memory, ranks = context.config.memory, context.rank_context
         decode = settle_decode(runner, context)
-        if context.config.memory.kv_store_bytes:
-            self._tiers = KVTiers(
-                self, runner.layer_runner, context.config.memory, context.counters, context.rank_context
-            )
+        if memory.kv_store_bytes:
+            self._tiers = KVTiers(self, runner.layer_runner, memory, context.counters, ranks)
         choices = StartChoices(
             decode_forward=decode,
             expert_runner=runner.expert_choice,
@@ -131,15 +131,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             on_cpu=self.server_args.device == "cpu",
             exclusive_store=self._tiers is not None and self._tiers.stored.exclusive,
         )
-        kv, policy = kv_form(
-            self,
-            context.counters,
-            self._tiers,
-            choices.decode_kv.mode,
-            admission,
-            context.config.memory,
-            num_ranks=1 if context.rank_context is None else context.rank_context.topology.num_ranks,
-        )
+        count, mode = 1 if ranks is None else ranks.topology.num_ranks, choices.decode_kv.mode
+        kv, policy = kv_form(self, context.counters, self._tiers, mode, admission, memory, num_ranks=count)
         order = make_order(context.config.schedule.order)
         executor = BoundaryExecutor(
             self, context.in_force, context.counters, self._trace, kv, policy, order, rank=context.rank
@@ -159,13 +152,15 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             all_gather=join_all_gather(rank_context, ranks.token_dispatcher, timeout_s=_STEP_TIMEOUT_S),
             trace=self._trace,
         )
+        counters, backend = self.context.counters, rank_context.backend(self.device)
         migrates = partial(
-            RankMigration, rank_context, backend=rank_context.backend(self.device), step_timeout_s=_STEP_TIMEOUT_S
+            RankMigration, rank_context, counters=counters, backend=backend, step_timeout_s=_STEP_TIMEOUT_S
         )
         RankHeartbeat(rank_context, ranks.rank_timeout_s).start()
         # With an account of its own for admission, sequences that can move have their KV in the store, or can go there.
         if self._tiers is None or self.executor.admission_ledger is self.executor.ledger:
-            migration = migrates(RankSequences(self, self.executor))
+            ahead = PagesAhead(self, self.executor.table, counters)
+            migration = migrates(RankSequences(self, self.executor, ahead=ahead), ahead=ahead)
         else:
             migration = migrates(StoredSequences(self, self.executor, self._tiers.stored))
         partition = None
@@ -387,7 +382,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
 
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         idle = bool(super().is_fully_idle(for_health_check))
-        return idle and self.executor.is_empty and not self.in_flight
+        holds_copies = self.rank_steps is not None and self.rank_steps.holds_copies
+        return idle and self.executor.is_empty and not self.in_flight and not holds_copies
 
     # Control.
 

@@ -316,6 +316,17 @@ class SequenceTable:
         ledger.reserve(request.rid, pages, whole=whole)
         return None
 
+    def reserve_ahead(self, name: str, *, pages: int, gap: int) -> bool:
+        """Reserve pages for a sequence that may arrive at a later boundary; return whether there is room.
+
+        `expect_no_more` frees them.
+        """
+        ledger = self._admission_ledger
+        if ledger.has_waiting or not ledger.fits(pages, gap=gap):
+            return False
+        ledger.reserve(name, pages, whole=pages + gap)
+        return True
+
     def _arriving(self, request: Request) -> SequenceState:
         """Return a sequence with KV of its own: a choice of another rank's prompt shares none of it here."""
         sequence = self._sequence_of(request)

@@ -17,9 +17,10 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     generator to move.
 
     A page has one tensor for each layer and part; `page_shapes` gives the shapes of the parts (keys and values, say).
-    Pages move whole, including their part past `position`. `store_blocks`: the blocks of the KV in a host store that
-    both ranks share; then no page is sent. `leased`: the part of the sender's lease of that store which the sequence
-    brings along, in blocks. `waits_since`: its turn among the sequences that wait, which it keeps.
+    Pages move whole, including their part past `position`. The receiver holds copies of the first `pages_there`;
+    `num_pages` counts the others, which are sent. `store_blocks`: the blocks of the KV in a host store that both ranks
+    share; then no page is sent. `leased`: the part of the sender's lease of that store which the sequence brings along,
+    in blocks. `waits_since`: its turn among the sequences that wait, which it keeps.
     """
 
     sequence_id: str
@@ -36,13 +37,14 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     store_blocks: list[int] = []
     leased: int = 0
     waits_since: int | None = None
+    pages_there: int = 0
 
     def __post_init__(self) -> None:
         """Raise ValueError for values that no sequence can have. In a received message it becomes a decoding error."""
         written = len(self.prompt_tokens) + len(self.generated_tokens)
         if not 0 <= self.position <= written:
             raise ValueError(f"sequence {self.sequence_id}: position {self.position} of {written} tokens")
-        if self.num_pages < 0 or self.num_layers < 1 or not self.page_shapes:
+        if min(self.num_pages, self.pages_there) < 0 or self.num_layers < 1 or not self.page_shapes:
             raise ValueError(
                 f"sequence {self.sequence_id}: {self.num_pages} pages of {self.num_layers} layers with parts "
                 f"{self.page_shapes}; pages may not be negative, layers and parts not be missing"

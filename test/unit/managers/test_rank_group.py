@@ -135,7 +135,7 @@ def test_a_rank_without_rows_learns_that_others_are_busy():
     with in_memory(2) as channels:
         actions = decided(channels, [a_rank(), a_rank(unmovable_running=3)])
     assert actions[0] == BoundaryActions(
-        prefill=False, busy=True, expert_calls=1, moves=[], units=[], refill=[], ends=[], partitions=[]
+        prefill=False, busy=True, expert_calls=1, moves=[], units=[], refill=[], copies=[], ends=[], partitions=[]
     )
 
 

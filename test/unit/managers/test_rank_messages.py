@@ -11,6 +11,7 @@ from rank_builders import PLAN, in_set, running
 from rank_builders import rank as a_rank
 from sequence_builders import sequence
 
+from sgl_batch.core.early_copies import HeldCopy
 from sgl_batch.core.exclusive import TierCapacity
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import decide_group
@@ -22,10 +23,11 @@ from sgl_batch.managers import rank_messages
 from sgl_batch.managers.rank_messages import (
     BoundaryActions,
     Message,
-    MoveRow,
     StateMessage,
     actions_for,
+    copies_of,
     message_of,
+    moves_of,
     state_of,
 )
 
@@ -124,9 +126,13 @@ def over_the_wire(message: Message) -> Message:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Message)
 
 
+COPIES = st.builds(HeldCopy, sequence_id=st.text(), source=st.integers(0, 3), arrived=st.booleans())
+
+
 @settings(deadline=None)
-@given(state=rank_states())
-def test_a_state_is_the_same_after_the_wire(state):
+@given(state=rank_states(), held=st.lists(COPIES), sends=st.booleans())
+def test_a_state_is_the_same_after_the_wire(state, held, sends):
+    state = dataclasses.replace(state, held=tuple(held), sends_pages=sends)
     message = over_the_wire(message_of(state))
     assert isinstance(message, StateMessage)
     assert state_of(message, 0) == state
@@ -138,14 +144,20 @@ def test_a_partitioned_rank_is_the_same_after_the_wire():
 
 
 @settings(deadline=None)
-@given(states=st.lists(rank_states(), min_size=2, max_size=4), migration=st.sampled_from(Migration))
-def test_actions_have_all_that_was_decided(states, migration):
-    decision = decide_group(states, PLAN, migration)
+@given(
+    states=st.lists(rank_states(), min_size=2, max_size=4),
+    migration=st.sampled_from(Migration),
+    page_size=st.sampled_from([1, PLAN.page_size]),
+)
+def test_actions_have_all_that_was_decided(states, migration, page_size):
+    states = [dataclasses.replace(state, sends_pages=True) for state in states]
+    decision = decide_group(states, dataclasses.replace(PLAN, page_size=page_size), migration)
     for rank, (*_, action) in enumerate(decision.actions):
         own = over_the_wire(actions_for(decision, rank))
         assert isinstance(own, BoundaryActions)
         assert (own.prefill, own.busy, own.expert_calls) == (decision.prefill, decision.busy, decision.expert_calls)
-        assert own.moves == [MoveRow(*dataclasses.astuple(move)) for move in decision.moves]
+        assert moves_of(own) == list(decision.moves)
+        assert copies_of(own) == list(decision.copies)
         units = [[member.sequence_id for member in unit.members] for unit in getattr(action, "units", ())]
         assert own.units == units
         lease = decision.leases[rank]

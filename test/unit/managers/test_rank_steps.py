@@ -39,6 +39,18 @@ class MovesTogether:
         self._moves: list[list[Move]] = []
         self._barrier = threading.Barrier(num_ranks, action=self._carry_out, timeout=SOON_S)
 
+    sends_pages = False
+    held: tuple[()] = ()
+
+    def advance(self) -> None:
+        """No copy is under way."""
+
+    def copy(self, copies: list[object]) -> None:
+        assert not copies
+
+    def drop_copies(self) -> None:
+        """There is none."""
+
     def run(self, moves: list[Move], running: object) -> None:
         self._moves.append(moves)
         self._barrier.wait()
