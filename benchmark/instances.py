@@ -5,7 +5,7 @@
   one           the same as one instance
   separate      two lone engines at once, each with half of the lines: what two cores can do
   two           two instances, fed ahead of what they compute
-  two, not ahead   the same, fed with as many lines as they compute at a time
+  not ahead     two instances, fed with as many lines as they compute at a time
   slowed        two instances, of which one stands still for half of the time
   killed        two instances, of which one is killed in the middle
 
@@ -44,10 +44,19 @@ def cases(ahead: int) -> list[Case]:
         Case(name="one", instances=1),
         Case(name="separate", separate=2),
         Case(name="two", instances=2),
-        Case(name="two, not ahead", instances=2, ahead=ahead),
+        Case(name="not ahead", instances=2, ahead=ahead),
         Case(name="slowed", instances=2, slowed=True),
         Case(name="killed", instances=2, killed_at=0.5),
     ]
+
+
+def named(known: Sequence[Case], only: str) -> list[Case]:
+    """Return the cases that `only` names, with commas between them; all if it is empty. Raises ConfigError."""
+    wanted = [one.strip() for one in only.split(",") if one.strip()]
+    for name in wanted:
+        if name not in {one.name for one in known}:
+            raise ConfigError(f"--only has {name!r}; the cases are {', '.join(one.name for one in known)}")
+    return [one for one in known if not wanted or one.name in wanted]
 
 
 def request_lines(questions: Path, count: int, tokens: int, model: str) -> list[str]:
@@ -113,7 +122,7 @@ def bounds(found: dict[str, list[Outcome]]) -> dict[str, float]:
     if "separate" not in median:
         return bound
     separate_s = median["separate"]
-    bound |= {"two": separate_s, "two, not ahead": separate_s, "slowed": separate_s * 2 / _SLOWED_RATE}
+    bound |= {"two": separate_s, "not ahead": separate_s, "slowed": separate_s * 2 / _SLOWED_RATE}
     if "killed" in median:
         works = [work for run in found["separate"] for work in run.work]
         start_s = statistics.median(one.start_s for one in works)
@@ -163,8 +172,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     # Commands are ended on SIGTERM as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    wanted = [one for one in args.only.split(",") if one]
-    chosen = [one for one in cases(args.ahead) if not wanted or one.name in wanted]
+    chosen = named(cases(args.ahead), args.only)
     lines = request_lines(args.questions, args.lines, args.tokens, args.model.name)
     place = args.out or Path(tempfile.mkdtemp(prefix="instances-"))
     place.mkdir(parents=True, exist_ok=True)
