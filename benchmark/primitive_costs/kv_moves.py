@@ -70,7 +70,7 @@ def _tiers(sizes: KVSizes, num_pages: int, device: str, *, exclusive: bool = Fal
             engine,
             page_size=sizes.page_size,
             layers=sizes.layers,
-            share=store.num_blocks,
+            leased=store.num_blocks,
             counters=Counters(),
             exclusive=exclusive,
         )
