@@ -109,7 +109,6 @@ def experts_down(
     return out
 
 
-
 def linear(
     x_TK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, scales: torch.Tensor | None = None
 ) -> torch.Tensor:
