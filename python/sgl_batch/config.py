@@ -273,7 +273,7 @@ class MemoryConfig:
 _FUNCTION_EXAMPLES = {"on_yield": "my_callbacks:round_kv", "drafter": "my_drafts:of_corpus"}
 PARTITION_COSTS = ("kept", "measure", "off")
 PARTITION_EXPERTS = ("whole", "split")
-MIGRATIONS = ("even", "never", "always", "prepared", "partition")
+MIGRATIONS = ("even", "never", "always", "prepared", "as-tokens", "partition")
 TOKEN_DISPATCHERS = ("auto", "shared", "gloo", "nccl", "deepep")
 
 
@@ -284,8 +284,8 @@ class RankConfig:
     migration: str = _flag(
         "even",
         "which sequences move to another rank at a boundary; even: those that even out the ranks' counts; never: none; "
-        "for tests, always: all that can; prepared: all that can, after their full pages were copied; partition: none, "
-        "but ranks run all together every other interval",
+        "for tests, all that can: always: at once, prepared: after copies of full pages, as-tokens: without KV; "
+        "partition: none, but ranks run all together every other interval",
         choices=MIGRATIONS,
     )
     on_refill: str | None = _flag(

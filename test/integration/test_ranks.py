@@ -174,8 +174,8 @@ def reported(engine: Any, prompts: Prompts, **more: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("store", "migration"),
-    [({}, "always"), ({}, "prepared"), ({"kv_store_bytes": 64 << 20}, "always")],
-    ids=["at once", "after copies", "through a store"],
+    [({}, "always"), ({}, "prepared"), ({}, "as-tokens"), ({"kv_store_bytes": 64 << 20}, "always")],
+    ids=["at once", "after copies", "as tokens", "through a store"],
 )
 def test_log_probabilities_grammars_and_reported_experts_do_not_depend_on_moves(
     store: dict[str, int],
@@ -201,6 +201,8 @@ def test_log_probabilities_grammars_and_reported_experts_do_not_depend_on_moves(
     stats = engine.batch_stats()
     assert stats["counters"]["sequences_arrived"] >= 2 * len(one)
     assert (stats["counters"].get("pages_copied_ahead", 0) > 0) == (migration == "prepared")
+    assert (stats["counters"]["recomputed_tokens_planned"] > 0) == (migration == "as-tokens")
+    assert stats["counters"]["recomputed_tokens_unplanned"] == 0
     assert stats["free_pages"] == stats["total_pages"]
 
 

@@ -9,7 +9,7 @@ from sgl_batch.core.actions import EndPartition, Hold, Migrate, Partition, Prefi
 from sgl_batch.core.arrival_room import ArrivalRoom
 from sgl_batch.core.group_view import GroupView
 from sgl_batch.core.partition import refusal
-from sgl_batch.core.rank_state import Movable
+from sgl_batch.core.rank_state import Movable, movable_by_name
 
 _REFILL, _LONG_TAIL = (Migrate, PrefillPhase), (Migrate, Partition, EndPartition, Hold)
 _MOST_NAMED = 3
@@ -62,7 +62,7 @@ def _check_phase(actions: tuple[Any, ...], view: GroupView) -> None:
 def _check_moves(moves: Iterable[Migrate], view: GroupView) -> None:
     rooms = [ArrivalRoom.of(rank, view.plan.page_size) for rank in view.ranks]
     items = [
-        {item.sequence.sequence_id: item for item in (*rank.ready, *rank.running) if len(item.sequence.ranks) == 1}
+        {name: item for name, item in movable_by_name(rank).items() if len(item.sequence.ranks) == 1}
         for rank in view.ranks
     ]
     for move in moves:

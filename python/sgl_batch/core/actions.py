@@ -150,7 +150,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migrate:
-    """Move these sequences, with their KV, from rank `source` to rank `target`, where they are READY.
+    """Move these sequences from rank `source` to rank `target`, where they are READY with their KV, or queued without.
 
     It is in the action list of every rank of the group, before all actions that depend on it, because the ranks move
     sequences at the same time. If a move fails, its sequence stays on `source`.

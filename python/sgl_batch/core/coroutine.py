@@ -28,6 +28,7 @@ class Event(enum.Enum):
 TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.QUEUED, Event.COMBINE_PREFILL): Status.PREFILLING,
     (Status.QUEUED, Event.ABORT): Status.ABORTED,
+    (Status.QUEUED, Event.DEPART): Status.MIGRATING,
     (Status.PREFILLING, Event.YIELD_PREFILLED): Status.READY,
     (Status.PREFILLING, Event.FINISH): Status.FINISHED,
     (Status.PREFILLING, Event.ABORT): Status.ABORTED,

@@ -296,6 +296,8 @@ def _plain_rank(rank: RankState) -> Plain:
         "device_room": rank.device_room,
         "sends_pages": rank.sends_pages,
         "held": [asdict(copy) for copy in rank.held],
+        "queued": _plain_movable(rank.queued),
+        "rates": asdict(rank.rates),
     }
 
 

@@ -19,8 +19,8 @@ class GroupView:
 
     ranks: by rank, its sequences, its free pages and request slots. `RankState.state` has those that are queued, and
         all READY and SUSPENDED ones; `RankState.ready` and `RankState.running` have those that may change their rank,
-        with their tokens of KV and the pages that they take. The running ones that may not are only counted
-        (`RankState.state.running`).
+        with their tokens of KV and the pages that they take, and `RankState.queued` the first queued ones that may.
+        The running ones that may not are only counted (`RankState.state.running`).
     plan: the plan in force; `plan.decode.b_moe` is the most that run on a rank at once.
     ended: lengths of the outputs that have ended so far, on all ranks.
     pooled: the moves by which sequences that wait in a store of all ranks run where there is room, those first that

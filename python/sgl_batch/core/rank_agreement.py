@@ -32,8 +32,8 @@ from sgl_batch.core.partition_costs import PartitionCosts
 from sgl_batch.core.plan import Plan, num_expert_calls
 from sgl_batch.core.prompt_partition import shared_prompt
 from sgl_batch.core.rank_moves import Migration, Move, as_migrates, in_phases, moves_of, plan_moves, with_moves
-from sgl_batch.core.rank_state import RankState
-from sgl_batch.core.sequence import SequenceState
+from sgl_batch.core.rank_state import RankState, movable_by_name
+from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.core.store_lease import Lease
 
 # How many queued sequences a rank sends at a boundary: enough for any prefill group, and few of a queue of millions.
@@ -298,10 +298,13 @@ def _decoding(ranks: Sequence[RankState], moves: Sequence[Move]) -> list[RankSta
     """
     decoding = [replace(rank, state=replace(rank.state, queued=(), begun=None)) for rank in ranks]
     for move in moves:
-        source, target = decoding[move.source], decoding[move.target]
-        item = next(item for item in (*source.ready, *source.running) if item.sequence.sequence_id == move.sequence_id)
-        decoding[move.source] = replace(source, state=_without(source.state, item.sequence))
-        decoding[move.target] = replace(target, state=replace(target.state, ready=[*target.state.ready, item.sequence]))
+        moving = movable_by_name(ranks[move.source])[move.sequence_id].sequence
+        if moving.status is not Status.QUEUED:
+            source = decoding[move.source]
+            decoding[move.source] = replace(source, state=_without(source.state, moving))
+        if not move.as_tokens:
+            target = decoding[move.target]
+            decoding[move.target] = replace(target, state=replace(target.state, ready=[*target.state.ready, moving]))
     return decoding
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from sgl_batch.core.admission_policy import RESERVE, AsNoted
 from sgl_batch.core.early_copies import HeldCopy
 from sgl_batch.core.exclusive import TierCapacity
+from sgl_batch.core.move_costs import UNKNOWN, MoveRates
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.sequence import SequenceState
@@ -16,7 +17,7 @@ from sgl_batch.core.store_lease import Lease, StoreUse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
-    """A waiting or running sequence that may change its rank, with `tokens` of KV.
+    """A sequence that may change its rank, with `tokens` of KV; a queued one has none.
 
     It reserves `pages` where it arrives, and can need `gap` more. `leased`: how many of them it brings along, of its
     rank's lease of a store that all ranks share. A sequence that belongs to several ranks stays with them.
@@ -48,6 +49,7 @@ class RankState:
     store that it shares with other ranks; None without one. `lacking`: pages that admitted sequences wait for.
     `device_room`: with such a store, pages of the device for sequences that wait. `sends_pages`: whether sequences
     leave with their pages, and not by reference to a store. `held`: what it holds of sequences of other ranks.
+    `queued`: the first queued sequences, as far as they may leave. `rates`: as measured on it.
     """
 
     state: State
@@ -70,6 +72,8 @@ class RankState:
     device_room: int = 0
     sends_pages: bool = False
     held: Sequence[HeldCopy] = ()
+    queued: Sequence[Movable] = ()
+    rates: MoveRates = UNKNOWN
 
     @classmethod
     def of(
@@ -87,6 +91,8 @@ class RankState:
         device_room: int = 0,
         sends_pages: bool = False,
         held: Sequence[HeldCopy] = (),
+        queued: Sequence[Movable] = (),
+        rates: MoveRates = UNKNOWN,
     ) -> RankState:
         """Return the state of a rank with this account of admission. `movable`: waiting and running sequences.
 
@@ -114,6 +120,8 @@ class RankState:
             sends_pages=sends_pages,
             held=held,
             lacking=sum(account.whole_need(name) - account.held(name) for name in account.stalled),
+            queued=queued,
+            rates=rates,
         )
 
     @property
@@ -172,4 +180,4 @@ class RankState:
 
 def movable_by_name(rank: RankState) -> dict[str, Movable]:
     """Return the sequences that may leave a rank, by id."""
-    return {item.sequence.sequence_id: item for item in (*rank.ready, *rank.running)}
+    return {item.sequence.sequence_id: item for item in (*rank.queued, *rank.ready, *rank.running)}

@@ -22,6 +22,7 @@ from sgl_batch.core.group_view import Callback
 from sgl_batch.core.growth import extend_running
 from sgl_batch.core.kv_policy import DeviceOnly, KVPolicy, Overflowing
 from sgl_batch.core.kv_state import Interval, KVState
+from sgl_batch.core.move_costs import MoveRates
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.partition_costs import PartitionCosts
@@ -293,6 +294,8 @@ def _rank(plain: Record) -> RankState:
         **{name: plain[name] for name in ("grows", "largest_gap", "has_waiting", "lacking", "device_room")},
         **{name: plain[name] for name in ("replicas", "takes_replicas", "sends_pages")},
         store=None if plain["store"] is None else StoreUse(**plain["store"]),
+        queued=[_movable(item) for item in plain["queued"]],
+        rates=MoveRates(**plain["rates"]),
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 from sgl_batch.core.actions import Partition, Prefill, Refill
 from sgl_batch.core.early_copies import EarlyCopy, HeldCopy
 from sgl_batch.core.exclusive import TierCapacity
+from sgl_batch.core.move_costs import MoveRates
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import MOST_QUEUED, GroupDecision, GroupStep, StepKind
 from sgl_batch.core.rank_moves import Move
@@ -98,6 +99,7 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     device_room: int
     sends_pages: bool
     held: list[HeldRow]
+    rates: tuple[float, float]
 
 
 class MoveRow(msgspec.Struct, array_like=True, frozen=True):
@@ -107,6 +109,7 @@ class MoveRow(msgspec.Struct, array_like=True, frozen=True):
     source: int
     target: int
     prepared: bool
+    as_tokens: bool
 
 
 class CopyRow(msgspec.Struct, array_like=True, frozen=True):
@@ -176,9 +179,9 @@ def step_of(message: StepMessage) -> GroupStep:
 def message_of(rank: RankState) -> StateMessage:
     """Return the message of a rank's state: all that decisions read, but of the queue the first sequences only."""
     state = rank.state
-    movable = {item.sequence.sequence_id: item for item in rank.ready}
+    movable = {item.sequence.sequence_id: item for item in (*rank.queued, *rank.ready)}
     return StateMessage(
-        queued=[_row_of(sequence) for sequence in state.queued[:MOST_QUEUED]],
+        queued=[_row_of(sequence, movable.get(sequence.sequence_id)) for sequence in state.queued[:MOST_QUEUED]],
         ready=[_row_of(sequence, movable.get(sequence.sequence_id)) for sequence in state.ready],
         running_movable=[_row_of(item.sequence, item) for item in rank.running],
         running=state.running,
@@ -205,6 +208,7 @@ def message_of(rank: RankState) -> StateMessage:
         device_room=rank.device_room,
         sends_pages=rank.sends_pages,
         held=[HeldRow(copy.sequence_id, copy.source, copy.arrived) for copy in rank.held],
+        rates=(rank.rates.sent_per_s, rank.rates.computed_per_s),
     )
 
 
@@ -256,11 +260,11 @@ def state_of(message: StateMessage, rank: int) -> RankState:
     """Return the state in a message of `rank`. A state that is sent counts as changed."""
     of = frozenset((rank,))
     ready = [_sequence_of(row, Status.READY, of) for row in message.ready]
-    movable = [_movable_of(row, sequence) for row, sequence in zip(message.ready, ready, strict=True) if row.pages >= 0]
+    queued = [_sequence_of(row, Status.QUEUED, of) for row in message.queued]
     runs_on = frozenset(message.partition) or of
     running = [_movable_of(row, _sequence_of(row, Status.RUNNING, runs_on)) for row in message.running_movable]
     state = State(
-        queued=[_sequence_of(row, Status.QUEUED, of) for row in message.queued],
+        queued=queued,
         ready=ready,
         running=message.running,
         steps=message.steps,
@@ -280,7 +284,7 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         largest_gap=message.largest_gap,
         has_waiting=message.has_waiting,
         capacity=None if message.capacity is None else _capacity_of(*message.capacity),
-        ready=movable,
+        ready=_movables_of(message.ready, ready),
         running=running,
         partition=frozenset(message.partition),
         replicas=message.replicas,
@@ -291,7 +295,13 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         device_room=message.device_room,
         sends_pages=message.sends_pages,
         held=tuple(HeldCopy(sequence_id=r.sequence_id, source=r.source, arrived=r.arrived) for r in message.held),
+        queued=tuple(_movables_of(message.queued, queued)),
+        rates=MoveRates(sent_per_s=message.rates[0], computed_per_s=message.rates[1]),
     )
+
+
+def _movables_of(rows: list[SequenceRow], sequences: list[SequenceState]) -> list[Movable]:
+    return [_movable_of(row, sequence) for row, sequence in zip(rows, sequences, strict=True) if row.pages >= 0]
 
 
 def _movable_of(row: SequenceRow, sequence: SequenceState) -> Movable:
@@ -335,7 +345,14 @@ def _partition_row(partition: Partition) -> PartitionRow:
 def moves_of(message: BoundaryActions) -> list[Move]:
     """Return the moves of a boundary."""
     return [
-        Move(sequence_id=m.sequence_id, source=m.source, target=m.target, prepared=m.prepared) for m in message.moves
+        Move(
+            sequence_id=row.sequence_id,
+            source=row.source,
+            target=row.target,
+            prepared=row.prepared,
+            as_tokens=row.as_tokens,
+        )
+        for row in message.moves
     ]
 
 

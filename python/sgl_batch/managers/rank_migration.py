@@ -6,13 +6,14 @@ core/rank_agreement decides which sequences move. migration/ moves them, and dec
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from sgl_batch.core.early_copies import EarlyCopy, HeldCopy
+from sgl_batch.core.move_costs import MoveRates, RateMeter
 from sgl_batch.core.page_ledger import pages_for
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_moves import Move
@@ -84,6 +85,18 @@ class MovingSequences(SequenceStore, Protocol):
 
     def begin(self, leaving: list[str], running: ScheduleBatch) -> None:
         """Prepare for these sequences to leave the rank. `running`: its decode batch."""
+
+
+class MovesInBothWays(MovingSequences, Protocol):
+    """A `MovingSequences` in which sequences leave with their KV, or as tokens.
+
+    `sent_tokens`: of how many tokens KV was exported since it was last set to 0.
+    """
+
+    sent_tokens: int
+
+    def prepare(self, as_tokens: Collection[str]) -> None:
+        """Note which of the sequences that leave at this boundary leave without KV."""
 
 
 class Arrivals(Protocol):
@@ -186,7 +199,7 @@ class RankMigration:
     def __init__(
         self,
         rank_context: RankContext,
-        store: MovingSequences,
+        store: MovesInBothWays,
         counters: Counters,
         *,
         backend: str,
@@ -194,6 +207,7 @@ class RankMigration:
         ahead: PagesAhead | None = None,
     ) -> None:
         self._store, self._counters, self._ahead = store, counters, ahead
+        self._meter = RateMeter()
         self._rank, self._boundary = rank_context.rank, 0
 
         def transport(name: str) -> GroupTransport:
@@ -220,6 +234,15 @@ class RankMigration:
     def held(self) -> list[HeldCopy]:
         """The copies that this rank holds of sequences of other ranks."""
         return [] if self._copies is None else self._copies.held
+
+    @property
+    def rates(self) -> MoveRates:
+        """How fast this rank sends KV and computes it, as measured so far."""
+        return self._meter.rates
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Note that a prefill of `tokens` took `seconds`."""
+        self._meter.note_computed(tokens, seconds)
 
     def advance(self) -> None:
         """Let the copies that run beside the steps go on. This does not wait."""
@@ -250,9 +273,14 @@ class RankMigration:
         if not moves:
             return 0
         self._boundary += 1
+        self._store.prepare([move.sequence_id for move in moves if move.as_tokens and move.source == self._rank])
         self._store.begin([move.sequence_id for move in moves if move.source == self._rank], running)
         report = self._migrator.run(self._boundary, moves)
         if self._ahead is not None:
             self._ahead.drop_left([move.sequence_id for move in moves])
-        self._counters.add("moves_us", round(1e6 * (time.perf_counter() - began)))
+        seconds = time.perf_counter() - began
+        if self._store.sent_tokens:
+            self._meter.note_sent(self._store.sent_tokens, seconds)
+            self._store.sent_tokens = 0
+        self._counters.add("moves_us", round(1e6 * seconds))
         return sum(outcome.result is Result.ADOPTED for outcome in report.outcomes)

@@ -64,6 +64,7 @@ class RankSteps:
         """
         self._executor, self._group, self._migration, self._partition = executor, group, migration, partition
         self._at_boundary = at_boundary
+        self._prefill_begun: tuple[int, float] | None = None
         self._changes: deque[Callable[[], None]] = deque()
         self._changes_known = self._changes_due = self._changes_made = self._boundaries = 0
         self._held = False
@@ -92,6 +93,7 @@ class RankSteps:
         executor = self._executor
         running = executor.join_arrived(running)
         self._migration.advance()
+        self._end_prefill()
         header = self._header(executor.state(running))
         with executor.clock.part("agreement"):
             step = self._group.agree(header, executor.plan)
@@ -164,7 +166,10 @@ class RankSteps:
                 shared_by = partition.ranks if self._partitioned.prompts.begin(partition) else []
                 executor.clock.shift(self._group.take_waited_s(), source="boundary", target="stall")
         if actions.units or executor.begun is not None:
-            batch = executor.prefill(executor.assign_tier(self._units(actions), running))
+            units = self._units(actions)
+            batch = executor.prefill(executor.assign_tier(units, running))
+            if not shared_by:
+                self._prefill_begun = sum(unit.leader.prefill_rows for unit in units), time.perf_counter()
         elif shared_by:
             batch = self._partitioned.prompts.batch()
         calls = actions.expert_calls
@@ -191,6 +196,13 @@ class RankSteps:
             expert_calls=actions.expert_calls,
             idles=not actions.busy,
         )
+
+    def _end_prefill(self) -> None:
+        """Note how long the last step took, if it was a prefill."""
+        if self._prefill_begun is not None:
+            tokens, began = self._prefill_begun
+            self._migration.note_prefill(tokens, time.perf_counter() - began)
+            self._prefill_begun = None
 
     def _joining(self, actions: BoundaryActions, running: ScheduleBatch) -> tuple[SequenceState, ...]:
         """Return the sequences that join the decode batch.
@@ -224,6 +236,8 @@ class RankSteps:
                 device_room=0 if leased is None else device_room(executor.kv_state(running), executor.plan),
                 sends_pages=self._migration.sends_pages,
                 held=self._migration.held,
+                queued=executor.table.queue_movable(state.queued[: executor.plan.decode.b_moe], executor.plan),
+                rates=self._migration.rates,
             )
         )
 

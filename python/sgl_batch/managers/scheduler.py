@@ -32,12 +32,13 @@ from sgl_batch.managers.rank_callbacks import callbacks_of
 from sgl_batch.managers.rank_group import RankGroup
 from sgl_batch.managers.rank_heartbeat import RankHeartbeat
 from sgl_batch.managers.rank_messages import Message
-from sgl_batch.managers.rank_migration import RankMigration, RankSequences
+from sgl_batch.managers.rank_migration import MovingSequences, RankMigration, RankSequences
 from sgl_batch.managers.rank_partition import make_partition
 from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.speculation import Speculation
 from sgl_batch.managers.steps_in_flight import StepsInFlight, is_wanted, with_copied_results
 from sgl_batch.managers.stored_migration import StoredSequences
+from sgl_batch.managers.token_moves import TokenMoves
 from sgl_batch.managers.tp_worker import BatchTpWorker
 from sgl_batch.managers.trace import TraceWriter
 from sgl_batch.memory.free_memory import give_back_heap
@@ -152,22 +153,24 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             all_gather=join_all_gather(rank_context, ranks.token_dispatcher, timeout_s=_STEP_TIMEOUT_S),
             trace=self._trace,
         )
-        counters, backend = self.context.counters, rank_context.backend(self.device)
-        migrates = partial(
-            RankMigration, rank_context, counters=counters, backend=backend, step_timeout_s=_STEP_TIMEOUT_S
-        )
+        counters, executor, backend = self.context.counters, self.executor, rank_context.backend(self.device)
         RankHeartbeat(rank_context, ranks.rank_timeout_s).start()
+        ahead: PagesAhead | None = None
         # With an account of its own for admission, sequences that can move have their KV in the store, or can go there.
-        if self._tiers is None or self.executor.admission_ledger is self.executor.ledger:
-            ahead = PagesAhead(self, self.executor.table, counters)
-            migration = migrates(RankSequences(self, self.executor, ahead=ahead), ahead=ahead)
+        if self._tiers is None or executor.admission_ledger is executor.ledger:
+            ahead = PagesAhead(self, executor.table, counters)
+            with_kv: MovingSequences = RankSequences(self, executor, ahead=ahead)
         else:
-            migration = migrates(StoredSequences(self, self.executor, self._tiers.stored))
+            with_kv = StoredSequences(self, executor, self._tiers.stored)
+        moves = TokenMoves(with_kv, self, executor, counters)
+        migration = RankMigration(
+            rank_context, moves, counters, backend=backend, step_timeout_s=_STEP_TIMEOUT_S, ahead=ahead
+        )
         partition = None
         if self._tiers is None and self.tp_worker.model_runner.shares_passes and not limits_request_time():
-            partition = make_partition(self, self.executor, rank_context, group.all_done, self.context.counters)
+            partition = make_partition(self, executor, rank_context, group.all_done, counters)
             group.decide_by(settle_partitions(self.tp_worker.model_runner, self.context, group.all_done))
-        return RankSteps(self.executor, group, migration, self._plan_changes.at_boundary, partition)
+        return RankSteps(executor, group, migration, self._plan_changes.at_boundary, partition)
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = BatchTpWorker(

@@ -70,6 +70,12 @@ class SequenceRemoval:
             queued.remove(sequence.sequence_id)
             self._table.abort_queued(sequence)
 
+    def leave_queue(self, name: str) -> None:
+        """Take a queued sequence out of the queue. It keeps its place in the table."""
+        queue = self._scheduler.waiting_queue
+        queue[:] = [request for request in queue if request.rid != name]
+        self._unbatched.queued.remove(name)
+
     def abort_outside_batches(self, is_meant: Callable[[str], bool]) -> None:
         """Abort the sequences outside the running batch that hold or await KV and for which `is_meant(id)` is true.
 

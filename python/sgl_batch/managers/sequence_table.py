@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from sgl_batch.core.actions import Actions
-from sgl_batch.core.admission import arriving_pages
+from sgl_batch.core.admission import arriving_pages, first_pages
 from sgl_batch.core.coroutine import Event, Transition, advance
 from sgl_batch.core.decide import on_arrival
 from sgl_batch.core.decision_record import arrival_record
@@ -290,7 +290,7 @@ class SequenceTable:
 
     def _movable(self, sequence: SequenceState, plan: Plan) -> Movable | None:
         request, ledger = self._requests[sequence.sequence_id], self._admission_ledger
-        if not movable(request):
+        if not request.output_ids or not movable(request):
             return None
         pages = arriving_pages(sequence, ledger, plan)
         gap = ledger.whole_pages(sequence) - pages
@@ -303,6 +303,16 @@ class SequenceTable:
             leased=leased,
             replicable=replicable(request),
         )
+
+    def queue_movable(self, queued: Iterable[SequenceState], plan: Plan) -> list[Movable]:
+        """Return those of these queued sequences that can be written down and share no prompt with other choices."""
+        ledger, found = self._admission_ledger, []
+        for sequence in queued:
+            if sequence.prompt_group is None and movable(self._requests[sequence.sequence_id]):
+                pages = first_pages(sequence, ledger, plan)
+                gap = ledger.whole_pages(sequence) - pages
+                found.append(Movable(sequence=sequence, tokens=0, pages=pages, gap=gap))
+        return found
 
     def expect(self, request: Request, plan: Plan) -> str | None:
         """Reserve pages for a sequence that may arrive. Where there is no room, return why, with the numbers."""

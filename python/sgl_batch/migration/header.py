@@ -20,7 +20,8 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Pages move whole, including their part past `position`. The receiver holds copies of the first `pages_there`;
     `num_pages` counts the others, which are sent. `store_blocks`: the blocks of the KV in a host store that both ranks
     share; then no page is sent. `leased`: the part of the sender's lease of that store which the sequence brings along,
-    in blocks. `waits_since`: its turn among the sequences that wait, which it keeps.
+    in blocks. `waits_since`: its turn among the sequences that wait, which it keeps. `as_tokens`: it moves without KV,
+    which its receiver computes; the sender had that of `lost_tokens`.
     """
 
     sequence_id: str
@@ -38,6 +39,8 @@ class SequenceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     leased: int = 0
     waits_since: int | None = None
     pages_there: int = 0
+    as_tokens: bool = False
+    lost_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Raise ValueError for values that no sequence can have. In a received message it becomes a decoding error."""

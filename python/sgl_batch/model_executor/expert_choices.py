@@ -77,10 +77,13 @@ class ExpertChoices:
 
     def written_down(self, request: Request) -> bytes:
         """Return the choices for all positions of a request so far, [P, L, K] int32 in the machine's byte order."""
-        return self._by_request[request].whole().numpy().tobytes()
+        known = self._by_request.get(request)
+        return b"" if known is None else known.whole().numpy().tobytes()
 
     def put_back(self, request: Request, written: bytes) -> None:
         """Record for a request what `written_down` returned for it in another process of the same model."""
+        if not written:
+            return
         rows = torch.frombuffer(bytearray(written), dtype=torch.int32)
         choices = self._by_request[request] = _ChoicesByPosition()
         choices.put(0, rows.view(-1, self._num_layers, self._top_k))

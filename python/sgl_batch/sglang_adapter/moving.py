@@ -24,6 +24,7 @@ __all__ = [
     "movable",
     "progress_of",
     "prompt_replica",
+    "queue",
     "rebuild",
     "release",
     "remove_from_batch",
@@ -67,7 +68,7 @@ _ROOTED = (
 
 def movable(request: Request) -> bool:
     """Return whether all of a request can be written as plain data."""
-    return not _is_rooted(request) and bool(request.output_ids)
+    return not _is_rooted(request)
 
 
 def _is_rooted(request: Request) -> bool:
@@ -151,6 +152,15 @@ def attach(scheduler: SGLangScheduler, request: Request, kv_indices: torch.Tenso
     assert found is not None, "a request slot was reserved for every sequence that arrives"
     pool.req_to_token[request.req_pool_idx, : len(kv_indices)] = kv_indices.to(pool.req_to_token.dtype)
     request.kv = ReqKvInfo(kv_allocated_len=len(kv_indices), swa_evicted_seqlen=0)
+
+
+def queue(scheduler: SGLangScheduler, request: Request) -> None:
+    """Append a rebuilt request that has no KV to the queue, as one that begins or was retracted."""
+    request.extra_key = None  # a choice's tag: the other choices are elsewhere
+    if request.output_ids:
+        request.logprob_start_len = -1  # the prompt's log probabilities are there already
+    request.time_stats.set_wait_queue_entry_time()
+    scheduler.waiting_queue.append(request)
 
 
 def release(scheduler: SGLangScheduler, request: Request) -> None:

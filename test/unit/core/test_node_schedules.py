@@ -53,7 +53,7 @@ def test_every_sequence_ends_and_no_block_is_leased_twice(admission, migration):
             raise
         moved, suspended = moved + log.moved, suspended + log.suspended
     assert suspended > 0
-    assert (moved > 0) is (migration in (Migration.EVEN, Migration.ALWAYS, Migration.PREPARED))
+    assert (moved > 0) is (migration not in (Migration.NEVER, Migration.PARTITION))
 
 
 def run(jobs: list[Job], **sizes: object) -> NodeLog:

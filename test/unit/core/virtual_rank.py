@@ -29,7 +29,15 @@ from sgl_batch.core.actions import (
     Restore,
     Suspend,
 )
-from sgl_batch.core.admission import Admission, arriving_pages, group_by_prompt, note_expected, refusal, reserve
+from sgl_batch.core.admission import (
+    Admission,
+    arriving_pages,
+    first_pages,
+    group_by_prompt,
+    note_expected,
+    refusal,
+    reserve,
+)
 from sgl_batch.core.admission_policy import RESERVE, AdmissionPolicy
 from sgl_batch.core.coroutine import Event, advance
 from sgl_batch.core.decide import compose
@@ -47,11 +55,20 @@ from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.metrics.counters import PartClock
 
 
-class EndedTable:
-    """Lengths of outputs that have ended."""
+class Table:
+    """What a group's steps ask of a rank: lengths of outputs that have ended, and what may leave its queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: VirtualRank) -> None:
+        self._rank = rank
         self.ended: list[int] = []
+
+    def queue_movable(self, queued: Iterable[SequenceState], plan: Plan) -> list[Movable]:
+        ledger, found = self._rank.ledger, []
+        for one in queued:
+            if one.prompt_group is None and not self._rank.is_rooted(one):
+                pages = first_pages(one, ledger, plan)
+                found.append(Movable(sequence=one, tokens=0, pages=pages, gap=ledger.whole_pages(one) - pages))
+        return found
 
     def take_ended(self) -> list[int]:
         ended, self.ended = self.ended, []
@@ -97,7 +114,7 @@ class VirtualRank:
         self.tree = PrefixTree(plan.page_size)
         self.expected: set[str] = set()
         self.ended: list[str] = []
-        self.table = EndedTable()
+        self.table = Table(self)
         self.refilled: list[str] = []
         self._arrivals = self._steps = self._changes = 0
         self._changes_at_boundary = -1
@@ -198,7 +215,7 @@ class VirtualRank:
             found = []
             for one in sequences:
                 pages = arriving_pages(one, self.ledger, self.plan)
-                if one.prompt_group is None and not self._is_rooted(one):
+                if one.prompt_group is None and not self.is_rooted(one):
                     gap = self.ledger.whole_pages(one) - pages
                     leased = self.ledger.held(one.sequence_id) if self.kv.leased else 0
                     found.append(Movable(sequence=one, tokens=one.kv_tokens, pages=pages, gap=gap, leased=leased))
@@ -207,7 +224,7 @@ class VirtualRank:
         owned = [one for one in running.reqs if not virtual_partition.is_replica(one)]
         return self._policy.movable(items(list(self.ready.values())), items(owned), self._kv(running), self.plan)
 
-    def _is_rooted(self, sequence: SequenceState) -> bool:
+    def is_rooted(self, sequence: SequenceState) -> bool:
         fate = self.fates[sequence.sequence_id]
         return fate.rooted or fate.aborted
 
@@ -234,6 +251,7 @@ class VirtualRank:
             replicas=virtual_partition.num_replicas(self.running),
             store=None if leased is None else leased.use(),
             device_room=0 if leased is None else device_room(self.kv_state(self.running), self.plan),
+            queued=self.table.queue_movable(state.queued[: self.plan.decode.b_moe], self.plan),
         )
 
     def queued_named(self, names: Sequence[str]) -> list[SequenceState]:
@@ -473,6 +491,17 @@ class VirtualRank:
         self._let_go(sequence)
         if self.kv.leased is not None:
             self.kv.leased.change(-leased)
+
+    def leave_queue(self, name: str) -> SequenceState:
+        """Let a queued sequence leave."""
+        sequence = self.queued.pop(name)
+        migrate(sequence, Event.DEPART, "")
+        return sequence
+
+    def queue_arrived(self, departed: SequenceState) -> None:
+        """Queue a sequence that was queued on another rank."""
+        request = Request(at=0, rank=0, prompt=departed.prompt_tokens, output=1, max_new=departed.max_new_tokens)
+        assert self.enqueue(departed.sequence_id, request, None, departed.choice), "no decision asks for the impossible"
 
     def adopt(self, departed: SequenceState) -> None:
         """Take in a sequence as the latest arrival of this rank."""

@@ -46,6 +46,7 @@ class Log:
     steps: int = 0
     boundaries: int = 0
     moved: int = 0
+    moved_in_queues: int = 0
     stayed: int = 0
     partitions: int = 0
     undone: int = 0
@@ -260,7 +261,7 @@ class VirtualRanks:
         """Make all moves together: every target reserves room before any sequence leaves."""
         wanted = [move for move in moves if self._takes(move.sequence_id, self.log.steps)]
         taken = []
-        for move in wanted:
+        for move in (move for move in wanted if not move.as_tokens):
             source, target = self.ranks[move.source], self.ranks[move.target]
             sequence, leased = source.sequence_named(move.sequence_id), source.leased_by(move.sequence_id)
             # Where a move before it has failed, what that sequence would have brought of its lease can lack.
@@ -271,6 +272,10 @@ class VirtualRanks:
             sequence = self.ranks[move.source].sequence_named(move.sequence_id)
             self.ranks[move.source].depart(move.sequence_id)
             self.ranks[move.target].adopt(sequence)
+        for move in (move for move in wanted if move.as_tokens):
+            self.ranks[move.target].queue_arrived(self.ranks[move.source].leave_queue(move.sequence_id))
+            self.log.moved_in_queues += 1
+            taken.append(move)
         self.log.moved += len(taken)
         self.log.stayed += len(moves) - len(taken)
 

@@ -13,6 +13,7 @@ from sequence_builders import sequence
 
 from sgl_batch.core.early_copies import HeldCopy
 from sgl_batch.core.exclusive import TierCapacity
+from sgl_batch.core.move_costs import MoveRates
 from sgl_batch.core.page_boundary import State
 from sgl_batch.core.rank_agreement import decide_group
 from sgl_batch.core.rank_moves import Migration
@@ -130,9 +131,11 @@ COPIES = st.builds(HeldCopy, sequence_id=st.text(), source=st.integers(0, 3), ar
 
 
 @settings(deadline=None)
-@given(state=rank_states(), held=st.lists(COPIES), sends=st.booleans())
-def test_a_state_is_the_same_after_the_wire(state, held, sends):
-    state = dataclasses.replace(state, held=tuple(held), sends_pages=sends)
+@given(state=rank_states(), held=st.lists(COPIES), sends=st.booleans(), sent=st.floats(0, 1e6))
+def test_a_state_is_the_same_after_the_wire(state, held, sends, sent):
+    queued = [Movable(sequence=sequence, tokens=0, pages=3, gap=1) for sequence in state.state.queued[::2]]
+    rates = MoveRates(sent_per_s=sent, computed_per_s=7.5)
+    state = dataclasses.replace(state, held=tuple(held), sends_pages=sends, queued=tuple(queued), rates=rates)
     message = over_the_wire(message_of(state))
     assert isinstance(message, StateMessage)
     assert state_of(message, 0) == state

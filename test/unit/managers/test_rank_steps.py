@@ -21,6 +21,7 @@ from virtual_sequences import Batch, Request, Running
 
 from sgl_batch.core.actions import Partition
 from sgl_batch.core.admission_policy import Forecast, TwoPage
+from sgl_batch.core.move_costs import UNKNOWN
 from sgl_batch.core.rank_moves import Migration, Move
 from sgl_batch.core.topology import Topology
 from sgl_batch.managers import rank_messages
@@ -41,6 +42,10 @@ class MovesTogether:
 
     sends_pages = False
     held: tuple[()] = ()
+    rates = UNKNOWN
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Virtual steps take no time."""
 
     def advance(self) -> None:
         """No copy is under way."""

@@ -59,6 +59,9 @@ class RequestTimes(Protocol):
     def set_completion_time(self) -> None:
         """Record that it has ended now."""
 
+    def set_wait_queue_entry_time(self) -> None:
+        """Record that it is queued now."""
+
 
 class TokenRange(Protocol):
     """Tokens of a request, [start, end)."""
