@@ -249,9 +249,9 @@ def _goes_as_tokens(item: Movable, source: RankState, migration: Migration, *, c
     """Return whether a sequence moves without KV: it has none, or its next rank computes it sooner than it is sent."""
     if item.sequence.status is Status.QUEUED:
         return True
-    if not source.sends_pages:
-        return False
-    return migration is Migration.AS_TOKENS or (computed_next and moves_as_tokens(item.tokens, source.rates))
+    if not source.sends_pages or migration is not Migration.EVEN:
+        return source.sends_pages and migration is Migration.AS_TOKENS
+    return computed_next and moves_as_tokens(item.tokens, source.rates)
 
 
 def _copy_for(move: Move, item: Movable, plan: Plan) -> EarlyCopy:

@@ -78,7 +78,9 @@ def test_a_job_that_came_to_one_rank_is_done_by_both():
     job_plan = plan(b_moe_prefill=256, b_moe=16, boundary_tokens=8, ready_target=24, page_size=8)
     job = [Request(at=0, rank=0, prompt=20, max_new=40, output=40) for _ in range(300)]
 
-    def steps(migration: Migration) -> int:
-        return VirtualRanks(job, job_plan, num_ranks=2, pages=2000, request_slots=32, migration=migration).run().steps
+    def log(migration: Migration) -> Log:
+        return VirtualRanks(job, job_plan, num_ranks=2, pages=2000, request_slots=32, migration=migration).run()
 
-    assert steps(Migration.EVEN) < 0.65 * steps(Migration.NEVER)
+    even, never = log(Migration.EVEN), log(Migration.NEVER)
+    assert even.steps < 0.65 * never.steps
+    assert even.moved_in_queues > never.moved_in_queues == 0
