@@ -19,12 +19,15 @@ from loaded_models import PAGE, decode_batch, extend_batch, forward_parts, kv_in
 
 from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.rank_context import RankContext
+from sgl_batch.model_executor import expert_exchange
 from sgl_batch.model_executor.partition_set import PartitionSets
 
 # Tokens of each sequence before and after the second prefill; each begins at a page of its own.
 FIRST, SECOND = (20, 7, 33), (41, 3, 1)
 ROWS = range(len(FIRST))
 PAGES_EACH = 8
+# The first prefill has 60 rows, the second 45.
+SUMMED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,7 @@ class Scene:
 def run_rank(work: Work, rank: int, directory: Path) -> None:
     """Run the passes as one rank, first unshared and then in its set, and print what differs."""
     torch.set_num_threads(1)
+    expert_exchange.SUMMED_ROWS = SUMMED_ROWS
     num_ranks = sum(map(len, work.sets))
     rank_context = RankContext(rank=rank, topology=Topology.uniform(num_ranks), directory=directory)
     runner = load(work.model, work.dtype, directory, rank_context=rank_context, **work.flags)

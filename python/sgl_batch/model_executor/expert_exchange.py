@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from sgl_batch.core.partition_memory import SUMMED_ROWS
 from sgl_batch.layers.column_split import ColumnSplit
 from sgl_batch.layers.moe.expert_runner import ExpertCall
 from sgl_batch.layers.moe.token_dispatcher import TokenDispatcher
@@ -83,7 +84,9 @@ class ExpertExchange:
         partial_TM = self._expert_call(block.experts, hidden, weights_TK, local_TK, f32_output=True)
         with self._counters.clock.part("exchange"):
             has_TR = (shards_TK[..., None] == torch.arange(split.size)).any(1)
-            return sum_of_partials(split.of_each(partial_TM), has_TR)
+            for part_TM, part_TR in zip(partial_TM.split(SUMMED_ROWS), has_TR.split(SUMMED_ROWS), strict=True):
+                part_TM.copy_(sum_of_partials(split.of_each(part_TM), part_TR))
+            return partial_TM
 
     def _of_first_rank(
         self,
