@@ -15,6 +15,7 @@ from sgl_batch.core.actions import (
     EndPartition,
     Hold,
     Idle,
+    Migrate,
     Partition,
     Prefill,
     PrefillPhase,
@@ -187,7 +188,7 @@ def decide_group(
     if any(isinstance(action, PrefillPhase) for action in actions):
         decision = _prefill_phase(dealt, own, plan, ends, costs)
     else:
-        decision = _decode_phase(ranks, plan, (*ends, *actions), migration)
+        decision = _decode_phase(ranks, plan, (*ends, *actions), migration, view.evening)
     return replace(decision, fault=fault, leases=leases)
 
 
@@ -227,12 +228,14 @@ def _head_pages(action: Prefill, rank: RankState, plan: Plan) -> int:
     return unit_pages(action.units[0], rank.ledger(plan.page_size), plan) if action.units else 0
 
 
-def _decode_phase(ranks: Sequence[RankState], plan: Plan, wanted: Actions, migration: Migration) -> GroupDecision:
+def _decode_phase(
+    ranks: Sequence[RankState], plan: Plan, wanted: Actions, migration: Migration, evening: Sequence[Migrate] = ()
+) -> GroupDecision:
     """Return the decision that these actions are carried out, and that the ranks then refill and decode.
 
-    Some of the moves that are `wanted` are only prepared now.
+    Some of the moves that are `wanted` are only prepared now. `evening`: those that even out counts.
     """
-    moves, copies = in_phases(ranks, moves_of(wanted), plan, migration)
+    moves, copies = in_phases(ranks, moves_of(wanted), plan, migration, evening)
     actions = with_moves(wanted, as_migrates(ranks, moves))
     held = held_by(actions)
     ranks = without_replicas(ranks, (action for action in actions if isinstance(action, EndPartition)))

@@ -216,9 +216,12 @@ def _move_all(loads: list[_Load], *, but: Status | None) -> tuple[Move, ...]:
 
 
 def in_phases(
-    ranks: Sequence[RankState], moves: Sequence[Move], plan: Plan, migration: Migration
+    ranks: Sequence[RankState], moves: Sequence[Move], plan: Plan, migration: Migration, evening: Sequence[Migrate] = ()
 ) -> tuple[tuple[Move, ...], tuple[EarlyCopy, ...]]:
     """Return the moves to make now, and copies that prepare others. Those follow when all of their pages are there.
+
+    Of the moves, those that even out counts (`evening`) may be made without KV. What a callback thinks of keeps its KV:
+    it may move the same sequence at each boundary, which would then be computed anew each time.
 
     No copy begins while others are under way, and a sequence of which a copy is under way does not move. Where no rank
     decodes, a move holds up nothing, and comes now. A move as tokens comes now too.
@@ -228,6 +231,7 @@ def in_phases(
     arrived = {(copy.sequence_id, target) for target, rank in enumerate(ranks) for copy in rank.held if copy.arrived}
     under_way = {copy.sequence_id for rank in ranks for copy in rank.held if not copy.arrived}
     prompts = Counter({rank: _prompts_wanted(state, plan) for rank, state in enumerate(ranks)})
+    even = {*moves_of(tuple(evening))}
     now, wanted = [], []
     for move in moves:
         source, item = ranks[move.source], movable_by_name(ranks[move.source])[move.sequence_id]
@@ -235,7 +239,7 @@ def in_phases(
             now.append(replace(move, prepared=True))
         elif move.sequence_id in under_way:
             continue
-        elif _goes_as_tokens(item, source, migration, computed_next=prompts[move.target] >= 1):
+        elif _goes_as_tokens(item, source, migration, may_recompute=move in even and prompts[move.target] >= 1):
             prompts[move.target] -= 1
             now.append(replace(move, as_tokens=True))
         elif prepares and source.sends_pages and item.tokens // plan.page_size >= least:
@@ -245,13 +249,13 @@ def in_phases(
     return tuple(now), () if under_way else within_limits(wanted)
 
 
-def _goes_as_tokens(item: Movable, source: RankState, migration: Migration, *, computed_next: bool) -> bool:
+def _goes_as_tokens(item: Movable, source: RankState, migration: Migration, *, may_recompute: bool) -> bool:
     """Return whether a sequence moves without KV: it has none, or its next rank computes it sooner than it is sent."""
     if item.sequence.status is Status.QUEUED:
         return True
-    if not source.sends_pages or migration is not Migration.EVEN:
-        return source.sends_pages and migration is Migration.AS_TOKENS
-    return computed_next and moves_as_tokens(item.tokens, source.rates)
+    if not source.sends_pages:
+        return False
+    return migration is Migration.AS_TOKENS or (may_recompute and moves_as_tokens(item.tokens, source.rates))
 
 
 def _copy_for(move: Move, item: Movable, plan: Plan) -> EarlyCopy:

@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 from rank_builders import PLAN, movable, rank, running
 
+from sgl_batch.core.actions import Actions, Migrate
 from sgl_batch.core.decision_record import group_record
+from sgl_batch.core.group_callbacks import Callbacks
+from sgl_batch.core.group_view import GroupView
 from sgl_batch.core.move_costs import MoveRates, RateMeter, moves_as_tokens
 from sgl_batch.core.rank_agreement import GroupDecision, decide_group
 from sgl_batch.core.rank_moves import Migration
@@ -63,6 +66,18 @@ def test_a_running_sequence_moves_in_the_quicker_way(rates: MoveRates, as_tokens
 def test_a_sequence_whose_kv_lies_in_a_shared_store_keeps_it():
     source = replace(rank(runs=running(3)), rates=SLOW_WIRE)
     (move,) = decide(source, rank(runs=running(1, first=10))).moves
+    assert not move.as_tokens
+
+
+def test_a_sequence_that_a_callback_moves_keeps_its_kv():
+    """A callback that moves it at each boundary would have it computed anew each time."""
+
+    def to_the_next_rank(view: GroupView) -> Actions:
+        return (Migrate(sequences=(view.ranks[0].running[0].sequence,), source=0, target=1),)
+
+    ranks = [replace(rank(runs=running(2)), sends_pages=True, rates=SLOW_WIRE), rank(runs=running(1, first=10))]
+    callbacks = Callbacks(on_refill=to_the_next_rank, on_long_tail=to_the_next_rank)
+    (move,) = decide_group(ranks, PLAN, Migration.EVEN, callbacks).moves
     assert not move.as_tokens
 
 

@@ -14,6 +14,7 @@ import virtual_partition
 from virtual_overflow import VirtualOverflow
 from virtual_sequences import Batch, Fate, Request, Running, computed_with, prompt_of
 from virtual_store import VirtualKV
+from virtual_table import VirtualTable
 
 from sgl_batch.core import growth
 from sgl_batch.core.actions import (
@@ -32,7 +33,6 @@ from sgl_batch.core.actions import (
 from sgl_batch.core.admission import (
     Admission,
     arriving_pages,
-    first_pages,
     group_by_prompt,
     note_expected,
     refusal,
@@ -53,29 +53,6 @@ from sgl_batch.core.primitives import combine, migrate, yield_
 from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState, Status
 from sgl_batch.metrics.counters import PartClock
-
-
-class Table:
-    """What a group's steps ask of a rank: lengths of outputs that have ended, and what may leave its queue."""
-
-    def __init__(self, rank: VirtualRank) -> None:
-        self._rank = rank
-        self.ended: list[int] = []
-
-    def queue_movable(self, queued: Iterable[SequenceState], plan: Plan) -> list[Movable]:
-        ledger, found = self._rank.ledger, []
-        for one in queued:
-            if one.prompt_group is None and not self._rank.is_rooted(one):
-                pages = first_pages(one, ledger, plan)
-                found.append(Movable(sequence=one, tokens=0, pages=pages, gap=ledger.whole_pages(one) - pages))
-        return found
-
-    def take_ended(self) -> list[int]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def at_boundary(self, number: int) -> None:
-        """Do nothing: waiting sequences run in the order of their arrival."""
 
 
 class VirtualRank:
@@ -114,7 +91,7 @@ class VirtualRank:
         self.tree = PrefixTree(plan.page_size)
         self.expected: set[str] = set()
         self.ended: list[str] = []
-        self.table = Table(self)
+        self.table = VirtualTable(self)
         self.refilled: list[str] = []
         self._arrivals = self._steps = self._changes = 0
         self._changes_at_boundary = -1
@@ -211,18 +188,10 @@ class VirtualRank:
         )
 
     def movable(self, running: Running) -> tuple[list[Movable], list[Movable]]:
-        def items(sequences: Sequence[SequenceState]) -> list[Movable]:
-            found = []
-            for one in sequences:
-                pages = arriving_pages(one, self.ledger, self.plan)
-                if one.prompt_group is None and not self.is_rooted(one):
-                    gap = self.ledger.whole_pages(one) - pages
-                    leased = self.ledger.held(one.sequence_id) if self.kv.leased else 0
-                    found.append(Movable(sequence=one, tokens=one.kv_tokens, pages=pages, gap=gap, leased=leased))
-            return found
-
         owned = [one for one in running.reqs if not virtual_partition.is_replica(one)]
-        return self._policy.movable(items(list(self.ready.values())), items(owned), self._kv(running), self.plan)
+        return self._policy.movable(
+            self.table.movable(self.ready.values()), self.table.movable(owned), self._kv(running), self.plan
+        )
 
     def is_rooted(self, sequence: SequenceState) -> bool:
         fate = self.fates[sequence.sequence_id]
@@ -509,14 +478,13 @@ class VirtualRank:
         self.expected.remove(name)
         sequence = SequenceState(
             sequence_id=name,
-            arrival=self._arrivals,
+            arrival=self.next_arrival(),
             prompt_tokens=departed.prompt_tokens,
             max_new_tokens=departed.max_new_tokens,
             choice=departed.choice,
             status=Status.MIGRATING,
             generated_tokens=departed.generated_tokens,
         )
-        self._arrivals += 1
         migrate(sequence, Event.ARRIVE, "")
         self._changes += 1
         self.ready[name] = sequence
