@@ -2,12 +2,13 @@
 
     python test/long/partitions.py [FAMILY ...]
 
-It covers 2 ranks, 4 ranks and sets of 2 among 4, both number types, and the admission policies. Exit code 1: tokens
-differ, a sequence is not counted once, or a page is lost.
+It covers 2 ranks, 4 ranks and sets of 2 among 4, both number types, drafts, split experts, and the admission policies.
+Exit code 1: tokens differ, a sequence is not counted once, or a page is lost.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import tempfile
@@ -87,10 +88,15 @@ def _run(settings: dict[str, Any], expected: list[list[list[int]]]) -> str:
     return f"ok, {counts['partitions']} partitions, {counts['replicas_made']} replicas{drafts}"
 
 
-def main(names: list[str]) -> int:
+def main() -> int:
     """Run the families named, or all, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)} (default: all)")
+    families = parser.parse_args().families or list(FAMILIES)
+    if unknown := set(families) - set(FAMILIES):
+        parser.error(f"no family is called {sorted(unknown)[0]}: choose from {', '.join(FAMILIES)}")
     failed = False
-    for family in names or FAMILIES:
+    for family in families:
         for dtype in ("bfloat16", "float32"):
             model = {"model_path": str(_ROOT / "test" / "models" / family), "dtype": dtype, "max_total_tokens": 16384}
             alone = Engine(**{**_SMALL, **model})
@@ -109,4 +115,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
