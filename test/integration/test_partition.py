@@ -34,15 +34,23 @@ def one(batch_engine: Callable[..., Any]) -> Callable[[], Any]:
     return lambda: batch_engine(FAMILIES[0], 7, dtype="bfloat16")
 
 
+# Owners write pages to the store as they fill; replicas have none there.
+WITH_AND_WITHOUT_STORE = pytest.mark.parametrize(
+    "two", [{}, {"kv_store_bytes": 64 << 20, "kv_store_mode": "inclusive"}], ids=["device", "store"], indirect=True
+)
+
+
 @pytest.fixture
-def two(batch_engine: Callable[..., Any]) -> Callable[[], Any]:
-    return lambda: batch_engine(FAMILIES[0], 7, dtype="bfloat16", **TAIL)
+def two(batch_engine: Callable[..., Any], request: pytest.FixtureRequest) -> Callable[[], Any]:
+    return lambda: batch_engine(FAMILIES[0], 7, dtype="bfloat16", **TAIL, **getattr(request, "param", {}))
 
 
 def counted(engine: Any, before: dict[str, int]) -> Counter[str]:
     """Return what was counted since `before`, and check that nothing is left."""
     stats = engine.batch_stats()
     assert stats["free_pages"] == stats["total_pages"]
+    store = stats.get("store") or {"free_pages": 0, "total_pages": 0}
+    assert store["free_pages"] == store["total_pages"]
     assert stats["sequences"] == {}
     return Counter(stats["counters"]) - Counter(before)
 
@@ -58,6 +66,7 @@ def check_counts(counts: Counter[str], outputs: list[list[int]]) -> None:
     assert counts["generated_tokens"] == counts["output_tokens"] == sum(map(len, outputs))
 
 
+@WITH_AND_WITHOUT_STORE
 def test_greedy_tokens_are_those_of_one_rank_when_ranks_are_held_up_too(
     one: Callable[[], Any], two: Callable[[], Any], prompts: Prompts
 ) -> None:
@@ -153,6 +162,7 @@ def test_latent_attention_gives_hugging_faces_tokens(
     check_counts(counted(engine, before), outputs)
 
 
+@WITH_AND_WITHOUT_STORE
 def test_a_lone_long_prompt_is_computed_by_all_ranks_and_gives_the_tokens_of_one(
     one: Callable[[], Any], two: Callable[[], Any]
 ) -> None:

@@ -27,6 +27,7 @@ from sgl_batch import Engine  # noqa: E402
 
 _SMALL = {"page_size": PAGE, "boundary_tokens": 8, "b_moe_prefill": 700, "b_moe_decode": 64, "b_attn_prefill": 64}
 _FEW_PAGES = {"max_total_tokens": PAGE * 60}
+_STORE = {**_FEW_PAGES, "kv_store_bytes": 32 << 20, "kv_store_checksums": True}
 _CASES: dict[str, dict[str, Any]] = {
     "2 ranks": ranks(2),
     "2 ranks, gloo": ranks(2, token_dispatcher="gloo"),
@@ -38,6 +39,11 @@ _CASES: dict[str, dict[str, Any]] = {
     "2 ranks, boundaries of 1": {**ranks(2), "boundary_tokens": 1},
     "2 ranks, drafts": {**ranks(2), "speculate": "3"},
     "4 ranks, drafts": {**ranks(4), "speculate": "auto"},
+    "2 ranks, inclusive store": {**ranks(2, kv_store_mode="inclusive"), **_STORE},
+    "2 ranks, exclusive store": {**ranks(2, kv_store_mode="exclusive"), **_STORE},
+    "2 ranks, store, forecast": {**ranks(2, admission="forecast", kv_store_mode="inclusive"), **_STORE},
+    "2 ranks, exclusive, two-page": {**ranks(2, admission="two-page", kv_store_mode="exclusive"), **_STORE},
+    "4 ranks, store, drafts": {**ranks(4), **_STORE, "speculate": "auto"},
     "2 ranks, split experts": {**ranks(2), "partition_experts": "split", "speculate": "3"},
 }
 # Steps with penalties draft nothing.

@@ -21,7 +21,7 @@ from sgl_batch.core.rank_state import Movable, RankState
 from sgl_batch.core.sequence import SequenceState
 from sgl_batch.core.sequence_queue import of_prompt
 
-VERSION = 7
+VERSION = 8
 # The counts of a State by their names in a record.
 COUNTS = {
     "running": "running",
@@ -294,6 +294,7 @@ def _plain_rank(rank: RankState) -> Plain:
         "store": None if rank.store is None else asdict(rank.store),
         "lacking": rank.lacking,
         "device_room": rank.device_room,
+        "replica_room": rank.replica_room,
         "sends_pages": rank.sends_pages,
         "held": [asdict(copy) for copy in rank.held],
         "queued": _plain_movable(rank.queued),

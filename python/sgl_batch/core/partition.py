@@ -92,7 +92,7 @@ def _refusal_of(number: int, ranks: Sequence[RankState], numbers: Sequence[int])
     """Return why a rank of the set cannot hold replicas of the others' sequences."""
     rank = ranks[number]
     if not rank.takes_replicas:
-        return f"rank {number} takes no replicas: it has a host KV store, or a limit on the time of a request"
+        return f"rank {number} takes no replicas: it streams KV from a host store, or limits the time of a request"
     if rank.partition:
         return f"rank {number} belongs to the partition of ranks {sorted(rank.partition)}"
     if rank.state.running > sum(item.replicable for item in rank.running):
@@ -104,9 +104,9 @@ def _refusal_of(number: int, ranks: Sequence[RankState], numbers: Sequence[int])
     arriving = [item for other in numbers if other != number for item in ranks[other].running]
     if len(arriving) > rank.state.free_request_slots:
         return f"rank {number} has {rank.state.free_request_slots} request slots for {len(arriving)} replicas"
-    pages = sum(item.pages + item.gap for item in arriving) + sum(item.gap for item in rank.running)
-    if pages > rank.free_pages:
-        return f"rank {number} has {rank.free_pages} free pages, and the partition needs {pages}"
+    pages = sum(item.pages + item.gap for item in arriving)
+    if pages > rank.room_for_replicas:
+        return f"rank {number} has {rank.room_for_replicas} pages for replicas, which can need {pages}"
     return None
 
 

@@ -46,8 +46,9 @@ def partition_reserves(config: BatchConfig, plan: Plan, shape: ModelShape, *, nu
 
 
 def can_partition(config: BatchConfig, *, num_ranks: int) -> bool:
-    """Return whether decisions under this configuration can partition anything. Engines with a host store do not."""
-    return num_ranks > 1 and not config.memory.kv_store_bytes and (_shares_prompts(config) or _makes_small_sets(config))
+    """Return whether decisions under this configuration can partition anything. With streamed decode KV none can."""
+    streams = config.memory.kv_store_bytes and config.memory.decode_kv == "streamed"
+    return num_ranks > 1 and not streams and (_shares_prompts(config) or _makes_small_sets(config))
 
 
 def gather_bytes(config: BatchConfig, *, num_ranks: int) -> int:

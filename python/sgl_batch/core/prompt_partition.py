@@ -56,5 +56,5 @@ def _only_prompt(parts: Sequence[BoundaryAction]) -> SequenceState | None:
 
 def _takes(rank: RankState, prompt: SequenceState, plan: Plan) -> bool:
     """Return whether a rank has room for a replica of a prompt, which ends with the first token."""
-    fits = pages_for(prompt.prompt_tokens, plan.page_size) <= rank.free_pages
+    fits = pages_for(prompt.prompt_tokens, plan.page_size) <= rank.room_for_replicas
     return fits and not rank.has_waiting and rank.state.free_request_slots > 0

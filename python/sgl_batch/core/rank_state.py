@@ -47,7 +47,8 @@ class RankState:
     that may leave. `partition`: the set of ranks that it is partitioned with; empty if it is not. `replicas`: how many
     of its running sequences other ranks own. `takes_replicas`: whether it can be partitioned. `store`: what it has of a
     store that it shares with other ranks; None without one. `lacking`: pages that admitted sequences wait for.
-    `device_room`: with such a store, pages of the device for sequences that wait. `sends_pages`: whether sequences
+    `device_room`: with such a store, pages of the device for sequences that wait. `replica_room`: pages of the device
+    for replicas, where admission has another account; None where it has the device's. `sends_pages`: whether sequences
     leave with their pages, and not by reference to a store. `held`: what it holds of sequences of other ranks.
     `queued`: the first queued sequences, as far as they may leave. `rates`: as measured on it.
     """
@@ -70,6 +71,7 @@ class RankState:
     store: StoreUse | None = None
     lacking: int = 0
     device_room: int = 0
+    replica_room: int | None = None
     sends_pages: bool = False
     held: Sequence[HeldCopy] = ()
     queued: Sequence[Movable] = ()
@@ -89,15 +91,13 @@ class RankState:
         takes_replicas: bool = True,
         store: StoreUse | None = None,
         device_room: int = 0,
+        replica_room: int | None = None,
         sends_pages: bool = False,
         held: Sequence[HeldCopy] = (),
         queued: Sequence[Movable] = (),
         rates: MoveRates = UNKNOWN,
     ) -> RankState:
-        """Return the state of a rank with this account of admission. `movable`: waiting and running sequences.
-
-        A rank that shares a store takes no replicas.
-        """
+        """Return the state of a rank with this account of admission. `movable`: waiting and running sequences."""
         ready, running = movable
         return cls(
             state=state,
@@ -114,15 +114,23 @@ class RankState:
             ended=tuple(ended),
             partition=partition,
             replicas=replicas,
-            takes_replicas=takes_replicas and store is None,
+            takes_replicas=takes_replicas,
             store=store,
             device_room=device_room,
+            replica_room=replica_room,
             sends_pages=sends_pages,
             held=held,
             lacking=sum(account.whole_need(name) - account.held(name) for name in account.stalled),
             queued=queued,
             rates=rates,
         )
+
+    @property
+    def room_for_replicas(self) -> int:
+        """Pages of the device for replicas, when its own running sequences have reserved all that they can need."""
+        if self.replica_room is not None:
+            return self.replica_room
+        return self.free_pages - sum(item.gap for item in self.running)
 
     @property
     def num_resident(self) -> int:

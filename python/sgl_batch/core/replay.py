@@ -292,7 +292,7 @@ def _rank(plain: Record) -> RankState:
         partition=frozenset(plain["partition"]),
         held=[HeldCopy(**copy) for copy in plain["held"]],
         **{name: plain[name] for name in ("grows", "largest_gap", "has_waiting", "lacking", "device_room")},
-        **{name: plain[name] for name in ("replicas", "takes_replicas", "sends_pages")},
+        **{name: plain[name] for name in ("replicas", "takes_replicas", "replica_room", "sends_pages")},
         store=None if plain["store"] is None else StoreUse(**plain["store"]),
         queued=[_movable(item) for item in plain["queued"]],
         rates=MoveRates(**plain["rates"]),

@@ -65,7 +65,8 @@ class PassResults:
         for request in requests:
             if request.rid not in self._table:
                 self._kv.forget(request.rid)
-        self._kv.settle(batch, [request for request in requests if not request.finished()])
+        owned = (request for request in requests if not self._table.is_replica(request.rid))
+        self._kv.settle(batch, [request for request in owned if not request.finished()])
         if prefilled:
             self._prompts.keep_begun()
 

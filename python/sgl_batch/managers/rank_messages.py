@@ -97,6 +97,7 @@ class StateMessage(msgspec.Struct, tag="state", array_like=True, frozen=True):
     store: tuple[int, int, int, bool] | None
     lacking: int
     device_room: int
+    replica_room: int | None
     sends_pages: bool
     held: list[HeldRow]
     rates: tuple[float, float]
@@ -206,6 +207,7 @@ def message_of(rank: RankState) -> StateMessage:
         store=None if rank.store is None else _plain_use(rank.store),
         lacking=rank.lacking,
         device_room=rank.device_room,
+        replica_room=rank.replica_room,
         sends_pages=rank.sends_pages,
         held=[HeldRow(copy.sequence_id, copy.source, copy.arrived) for copy in rank.held],
         rates=(rank.rates.sent_per_s, rank.rates.computed_per_s),
@@ -293,6 +295,7 @@ def state_of(message: StateMessage, rank: int) -> RankState:
         store=None if message.store is None else _use_of(*message.store),
         lacking=message.lacking,
         device_room=message.device_room,
+        replica_room=message.replica_room,
         sends_pages=message.sends_pages,
         held=tuple(HeldCopy(sequence_id=r.sequence_id, source=r.source, arrived=r.arrived) for r in message.held),
         queued=tuple(_movables_of(message.queued, queued)),

@@ -97,5 +97,5 @@ class RankPrompts:
         if stands:
             self._table.adopt_replica(self._replica)
         else:
-            self._table.expect_no_more(self._replica.rid)
+            self._table.expect_no_replica(self._replica.rid)
             self._replica = None

@@ -17,7 +17,10 @@ from sgl_batch.sglang_adapter.types.scheduler import SGLangScheduler
 
 
 class ReplicaStore:
-    """The `SequenceStore` of a `Migrator` that makes copies, where KV lies on the device alone."""
+    """The `SequenceStore` of a `Migrator` that makes copies, whose pages lie on the device.
+
+    Beside a host store an owner's pages go there as before; a replica has none in it.
+    """
 
     def __init__(self, scheduler: SGLangScheduler, executor: BoundaryExecutor, counters: Counters) -> None:
         self._sequences = RankSequences(scheduler, executor, arrivals=_ArrivingReplicas(executor.table))
@@ -51,7 +54,7 @@ class _ArrivingReplicas:
         return self._table.expect_replica(request)
 
     def expect_no_more(self, name: str) -> None:
-        self._table.expect_no_more(name)
+        self._table.expect_no_replica(name)
 
     def adopt(self, request: Request) -> None:
         self._table.adopt_replica(request)

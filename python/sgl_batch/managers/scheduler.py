@@ -167,7 +167,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             rank_context, moves, counters, backend=backend, step_timeout_s=_STEP_TIMEOUT_S, ahead=ahead
         )
         partition = None
-        if self._tiers is None and self.tp_worker.model_runner.shares_passes and not limits_request_time():
+        if self.tp_worker.model_runner.shares_passes and not limits_request_time():
             partition = make_partition(self, executor, rank_context, group.all_done, counters)
             group.decide_by(settle_partitions(self.tp_worker.model_runner, self.context, group.all_done))
         return RankSteps(executor, group, migration, self._plan_changes.at_boundary, partition)

@@ -391,12 +391,15 @@ class SequenceTable:
 
     def expect_replica(self, request: Request) -> str | None:
         """Reserve all pages that a replica can need. Where there is no room, return why, with the numbers."""
-        ledger = self._admission_ledger
-        pages = ledger.whole_pages(self._sequence_of(request))
-        if not ledger.fits(pages):
-            return f"its replica can need {pages} pages and {ledger.free_pages} are free"
-        ledger.reserve(request.rid, pages, whole=pages)
+        pages = self.ledger.whole_pages(self._sequence_of(request))
+        if not self.ledger.fits(pages):
+            return f"its replica can need {pages} pages and {self.ledger.free_pages} are free"
+        self.ledger.reserve(request.rid, pages, whole=pages)
         return None
+
+    def expect_no_replica(self, name: str) -> None:
+        """Free the pages of an expected replica that does not arrive."""
+        self.ledger.release(name)
 
     def adopt_replica(self, request: Request) -> None:
         """Add a replica that has arrived with its KV."""
@@ -413,15 +416,32 @@ class SequenceTable:
         self._drop(sequence)
 
     def reserve_whole(self, names: Iterable[str]) -> bool:
-        """Let these sequences reserve all pages that they can need; return whether there is room for that."""
-        ledger = self._admission_ledger
+        """Let these sequences reserve all device pages that they can need; return whether there is room for that."""
+        ledger = self.ledger
         for name in names:
-            whole = ledger.whole_need(name)
+            whole = self._whole_on_device(name)
             if ledger.held(name) < whole:
                 if not ledger.can_resize(name, whole):
                     return False
                 ledger.resize(name, whole)
         return True
+
+    def _whole_on_device(self, name: str) -> int:
+        """Return the device pages that a sequence can need in all. Beside a store it reserves them by the interval."""
+        if self._admission_ledger is self.ledger:
+            return self.ledger.whole_need(name)
+        return max(self.ledger.held(name), self.ledger.whole_pages(self._sequences[name]))
+
+    def replica_room(self, running: ScheduleBatch) -> int | None:
+        """Return the device pages for replicas beside all that this rank's sequences can need, at least 0.
+
+        Returns None where admission has the account of the device, from which it follows.
+        """
+        if self._admission_ledger is self.ledger:
+            return None
+        names = [request.rid for request in running.reqs]
+        growth = sum(self._whole_on_device(name) - self.ledger.held(name) for name in names if self.ledger.holds(name))
+        return max(0, self.ledger.free_pages - growth)
 
     def begin_partition(self, names: Iterable[str], ranks: frozenset[int]) -> None:
         """Let these sequences, RUNNING and replicas, belong to these ranks."""

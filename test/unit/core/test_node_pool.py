@@ -8,7 +8,6 @@ from rank_builders import PLAN, in_set, movable, rank, running
 from sequence_builders import sequence
 
 from sgl_batch.core.node_pool import pooled, with_leases
-from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.rank_agreement import decide_group
 from sgl_batch.core.rank_moves import Migration
 from sgl_batch.core.rank_state import RankState
@@ -32,13 +31,6 @@ def test_a_rank_in_a_partition_keeps_its_whole_lease():
     assert all(lease.blocks >= 30 for lease in leases[:2])
     free = [replace(one, partition=frozenset()) for one in ranks]
     assert with_leases(free, PLAN)[1][2].blocks > 40, "without the partition its free blocks are dealt"
-
-
-def test_a_rank_that_shares_a_store_takes_no_replicas():
-    state, account = rank().state, PageLedger(10, PLAN.page_size)
-    assert RankState.of(state, account, None, ((), ())).takes_replicas
-    use = StoreUse(total=100, leased=10, kept=0)
-    assert not RankState.of(state, account, None, ((), ()), store=use).takes_replicas
 
 
 def test_ranks_without_a_common_store_have_no_leases():

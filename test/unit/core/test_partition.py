@@ -65,7 +65,7 @@ def test_ranks_that_run_only_what_can_be_replicated_can_be_partitioned():
         ({"ready": [movable(9)]}, "sequences wait"),
         ({"unmovable_running": 1}, "rank 1 runs sequences that cannot be replicated"),
         ({"free_request_slots": 1}, "rank 1 has 1 request slots for 2 replicas"),
-        ({"free_pages": 3}, "rank 1 has 3 free pages, and the partition needs 4"),
+        ({"free_pages": 3}, "rank 1 has 3 pages for replicas, which can need 4"),
         ({"runs": running(7, first=7)}, "each rank would run 9 sequences, and b_moe is 8"),
         ({"runs": [replace(movable(7, status=Status.RUNNING), replicable=False)]}, "cannot be replicated"),
     ],
@@ -95,7 +95,13 @@ def test_a_set_runs_all_sequences_of_its_ranks_and_has_at_least_two_that_exist()
 def test_the_pages_that_own_sequences_can_still_need_count_too():
     first, second = two()
     growing = replace(second, free_pages=9, running=[replace(second.running[0], gap=6)])
-    assert why([first, growing]) == "rank 1 has 9 free pages, and the partition needs 10"
+    assert why([first, growing]) == "rank 1 has 3 pages for replicas, which can need 4"
+
+
+def test_beside_a_store_the_pages_of_the_device_count_and_not_those_of_the_account():
+    first, second = two()
+    assert why([first, replace(second, free_pages=0, replica_room=4)]) is None
+    assert why([first, replace(second, replica_room=3)]) == "rank 1 has 3 pages for replicas, which can need 4"
 
 
 def test_every_other_boundary_begins_a_partition_and_ends_it():

@@ -43,8 +43,8 @@ def reserved(num_ranks: int = 2, **flags: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
-    [(1, {}), (2, OFF), (2, {"kv_store_bytes": 1 << 30})],
-    ids=["one rank", "off", "a host store"],
+    [(1, {}), (2, OFF), (2, {"kv_store_bytes": 1 << 30, "decode_kv": "streamed"})],
+    ids=["one rank", "off", "streamed KV"],
 )
 def test_nothing_is_kept_where_nothing_is_ever_partitioned(num_ranks: int, flags: dict[str, Any]) -> None:
     assert reserved(num_ranks, **flags) == {}

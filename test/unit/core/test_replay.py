@@ -228,5 +228,5 @@ def test_the_plan_changes_only_where_a_record_says_so():
 
 
 def test_a_record_of_another_version_is_refused():
-    with pytest.raises(ReplayError, match="record 1 has version 6; this program reads 7"):
-        list(replay([altered(tight_boundary(), ("version",), 6)]))
+    with pytest.raises(ReplayError, match="record 1 has version 7; this program reads 8"):
+        list(replay([altered(tight_boundary(), ("version",), 7)]))

@@ -27,6 +27,10 @@ def check(rank: VirtualRank) -> None:
     held = [*rank.forked, *waiting, *rank.running.reqs, *begun]
     assert len(held) <= rank.request_slots
     assert len(rank.running.reqs) <= rank.plan.decode.b_moe
+    if rank.replica_ledger is not rank.ledger:
+        replicas = {one.sequence_id for one in held if one.status is Status.REPLICA}
+        assert rank.replica_ledger.reservations().keys() == replicas
+        held = [one for one in held if one.sequence_id not in replicas]
     _check_pages(rank, held)
 
 

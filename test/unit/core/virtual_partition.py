@@ -10,11 +10,17 @@ from virtual_sequences import Batch, Running
 
 from sgl_batch.core.actions import Partition
 from sgl_batch.core.coroutine import Event, advance
+from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.primitives import migrate, partition
 from sgl_batch.core.sequence import SequenceState, Status
 
 if TYPE_CHECKING:
     from virtual_rank import VirtualRank
+
+
+def replica_ledger(ledger: PageLedger) -> PageLedger:
+    """Return the account in which replicas reserve pages: the rank's own or, where that is of a store, the device's."""
+    return PageLedger(1 << 20, ledger.page_size) if ledger.pool_pages else ledger
 
 
 def is_replica(sequence: SequenceState) -> bool:
@@ -56,8 +62,8 @@ def _join(ranks: Sequence[VirtualRank], number: int, whole: Partition) -> None:
         else:
             owned = [one for other in whole.ranks for one in ranks[other].running.reqs if one.sequence_id == name]
             (original,) = (one for one in owned if not is_replica(one))
-            pages = rank.ledger.whole_pages(original)
-            rank.ledger.reserve(name, pages, whole=pages)
+            pages = rank.replica_ledger.whole_pages(original)
+            rank.replica_ledger.reserve(name, pages, whole=pages)
             replica = replace(original, status=Status.MIGRATING, arrival=rank.next_arrival(), prompt_group=None)
             advance(replica, Event.REPLICATE, "")
             rows.append(replica)
@@ -69,7 +75,7 @@ def end(rank: VirtualRank, number: int, running: Running) -> Running:
     for one in [one for one in running.reqs if is_replica(one)]:
         migrate(one, Event.DEPART, "")
         running.reqs.remove(one)
-        rank.ledger.release(one.sequence_id)
+        rank.replica_ledger.release(one.sequence_id)
     for one in running.reqs:
         partition(one, frozenset((number,)), "")
     return running
@@ -89,11 +95,11 @@ def prompt_replicas(ranks: Sequence[VirtualRank], whole: Partition, takes: Calla
 
 def _prompt_replica(rank: VirtualRank, prompt: SequenceState) -> Batch:
     replica = replace(prompt, status=Status.MIGRATING, max_new_tokens=1, arrival=rank.next_arrival(), prompt_group=None)
-    pages = rank.ledger.whole_pages(replica)
-    assert rank.ledger.fits(pages), "a prompt is shared where all ranks have pages for it"
+    pages = rank.replica_ledger.whole_pages(replica)
+    assert rank.replica_ledger.fits(pages), "a prompt is shared where all ranks have pages for it"
     assert rank.state(rank.running).free_request_slots, "and a request slot"
     assert not rank.ledger.has_waiting, "those that wait for pages come first"
-    rank.ledger.reserve(replica.sequence_id, pages, whole=pages)
+    rank.replica_ledger.reserve(replica.sequence_id, pages, whole=pages)
     advance(replica, Event.REPLICATE, "")
     return Batch(decode=False, sequences=(replica,), rows=replica.prompt_tokens)
 

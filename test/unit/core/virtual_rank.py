@@ -76,6 +76,7 @@ class VirtualRank:
         self.plan, self.request_slots, self.fates = plan, request_slots, fates
         self.ledger = PageLedger(pages, plan.page_size, policy=admission, pool_pages=pool_pages)
         self.kv = VirtualKV(self.ledger)
+        self.replica_ledger = virtual_partition.replica_ledger(self.ledger)
         self.overflow = VirtualOverflow(0, restore_steps=0) if overflow is None else overflow
         self.decides_alone = admission.grows
         self._policy: KVPolicy = Overflowing() if admission.grows else DeviceOnly()
@@ -220,6 +221,7 @@ class VirtualRank:
             replicas=virtual_partition.num_replicas(self.running),
             store=None if leased is None else leased.use(),
             device_room=0 if leased is None else device_room(self.kv_state(self.running), self.plan),
+            replica_room=self.table.replica_room(self.running),
             queued=self.table.queue_movable(state.queued[: self.plan.decode.b_moe], self.plan),
         )
 
@@ -254,7 +256,7 @@ class VirtualRank:
 
     def kv_state(self, running: Running) -> KVState:
         """Return where KV lies: the device has pages for all."""
-        return replace(self._kv(running), streams=True)
+        return replace(self._kv(running), device=self.replica_ledger, runners=lambda: [])
 
     def extend_running(self, running: Running) -> Running:
         if not self.ledger.policy.grows:
@@ -396,7 +398,8 @@ class VirtualRank:
         if fate.aborted or replica.generated_tokens in (fate.left + fate.generated, replica.max_new_tokens):
             advance(replica, Event.ABORT if fate.aborted else Event.FINISH, "")
             self.running.reqs[:] = [one for one in self.running.reqs if one is not replica]
-            self._let_go(replica)
+            self._changes += 1
+            self.replica_ledger.release(replica.sequence_id)
 
     def next_arrival(self) -> int:
         """Return the arrival number of a sequence that comes here."""

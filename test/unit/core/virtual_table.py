@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from virtual_sequences import Running
+
 from sgl_batch.core.admission import arriving_pages, first_pages
 from sgl_batch.core.plan import Plan
 from sgl_batch.core.rank_state import Movable
@@ -39,6 +41,11 @@ class VirtualTable:
                 leased = rank.ledger.held(one.sequence_id) if rank.kv.leased else 0
                 found.append(Movable(sequence=one, tokens=one.kv_tokens, pages=pages, gap=gap, leased=leased))
         return found
+
+    def replica_room(self, running: Running) -> int | None:
+        """Return the pages of the device for replicas; None where the rank's account is the device's."""
+        rank = self._rank
+        return None if rank.replica_ledger is rank.ledger else rank.replica_ledger.free_pages
 
     def take_ended(self) -> list[int]:
         ended, self.ended = self.ended, []
