@@ -7,7 +7,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from comparison.cpu_bound import Rates, bound_text, least_work
 from comparison.cpu_bound import as_json as bound_json
 from comparison.figures import Spread, spread
 from comparison.report import Record, as_json, markdown
-from comparison.rounds import ENGINE_MODULES, EngineRun, Settings, run_rounds
+from comparison.rounds import ENGINE_MODULES, EngineRun, Settings, engine_of, run_rounds
 from comparison.terminal import exit_code, say
 from comparison.workload import (
     DEFAULT_OUTPUT_LEN,
@@ -43,7 +43,10 @@ Measure the same offline workload through several engines, each in a fresh proce
   sgl_batch_int8           the same with cpu_weight_dtype=int8
   stock                    stock SGLang, on a CPU with the smallest shim that lets it start
   hf                       Hugging Face transformers, generate() over static batches
-  vllm                     vLLM, where installed (see --vllm-python)
+  vllm                     vLLM
+  openvino                 OpenVINO GenAI, of a model in its own format: --engine-arg openvino:converted=DIR
+
+Engines that are not installed here run from environments of their own (--engine-env); benchmark/peers/ makes them.
 
 Timed is the answering of all prompts; loading the model and a warm-up are not. Every engine gets the same token
 ids and must return exactly the number of tokens asked for. Greedy; no token ends an output early.
@@ -62,8 +65,11 @@ examples:
       --engine-arg sgl_batch:b_attn_decode=32
       what accumulation gains: it can only where there are more sequences than b_attn_decode
   python benchmark/offline.py --model DIR --jsonl requests.jsonl --chat --engines sgl_batch,vllm \\
-      --vllm-python vllm-env/bin/python
+      --engine-env vllm=vllm-env/bin/python
       request lines of an OpenAI batch instead of random prompts; vLLM in an environment of its own
+  python benchmark/offline.py --model DIR --engines sgl_batch,vllm,vllm-zentorch \\
+      --engine-env vllm=vllm-env/bin/python --engine-env vllm-zentorch=zentorch-env/bin/python
+      one engine from two environments, each under a label of its own
 
 The tables go to standard output, progress to standard error, the JSON record and a log per run to --out.
 Exit codes: 0 all engines that are installed finished, 1 bad usage, 2 an engine failed, 130 interrupted.
@@ -88,7 +94,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     what.add_argument("--jsonl", type=Path, metavar="FILE", help="OpenAI batch request lines instead of random prompts")
     what.add_argument("--chat", action="store_true", help="put the prompts of --jsonl through the chat template")
     how = parser.add_argument_group("how to run it")
-    how.add_argument("--engines", default=",".join(ENGINE_MODULES), help="comma-separated, in this order (all)")
+    how.add_argument("--engines", help="comma-separated, in this order (all that are named above or by --engine-env)")
+    how.add_argument(
+        "--engine-env",
+        action="append",
+        default=[],
+        metavar="LABEL=PYTHON",
+        help="interpreter of an environment that has an engine (this one); LABEL is its name, or its name, a hyphen "
+        "and what tells several environments apart; repeatable",
+    )
     how.add_argument("--rounds", type=int, default=3, help="(3)")
     how.add_argument(
         "--timeout-s", type=float, default=1800.0, help="limit of one engine's round, start included (1800)"
@@ -102,20 +116,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     how.add_argument(
         "--bound",
         action="store_true",
-        help="measure, before each round, a large product and memory that is written for the first time, and say what "
-        "share of these rates each engine reached",
+        help="measure, before and after each round, a large product and memory that is written for the first time, and "
+        "say what share of these rates each engine reached",
     )
     how.add_argument("--threads", type=int, help="OMP_NUM_THREADS of every engine (each engine's own choice)")
     how.add_argument("--hf-batch", type=int, default=32, help="prompts in a static batch of hf (32)")
     how.add_argument(
-        "--vllm-python", default=this_python(), metavar="PATH", help="interpreter that has vLLM (this one)"
-    )
-    how.add_argument(
         "--engine-arg",
         action="append",
         default=[],
-        metavar="ENGINE:NAME=VALUE",
-        help="argument for an engine's constructor; sgl_batch's also go to its variants; repeatable",
+        metavar="LABEL:NAME=VALUE",
+        help="argument for an engine's constructor; an engine's also go to its labels, sgl_batch's to its variants; "
+        "repeatable",
     )
     how.add_argument("--out", type=Path, metavar="DIR", help="for record and logs (benchmark/out/DATE-TIME)")
     make = parser.add_argument_group("a model to measure with")
@@ -132,36 +144,63 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def parse_engines(text: str) -> list[str]:
-    """Return the named engines in order. Raises ConfigError for an unknown or repeated one."""
+def parse_environments(texts: list[str]) -> dict[str, str]:
+    """Return the interpreters by label. Raises ConfigError for an unknown engine, a repeated label, or no such file."""
+    found: dict[str, str] = {}
+    for text in texts:
+        label, equals, python = text.partition("=")
+        if not equals or engine_of(label) not in ENGINE_MODULES:
+            raise ConfigError(
+                f"--engine-env is {text!r}; it has the form LABEL=PYTHON, where LABEL is one of "
+                f"{', '.join(ENGINE_MODULES)}, or one of them with a hyphen and a word behind it"
+            )
+        if label in found:
+            raise ConfigError(f"--engine-env names {label} twice; give each environment a label of its own")
+        if not Path(python).is_file():
+            raise ConfigError(f"--engine-env {label}: {python} is not a file; name the python of its environment")
+        found[label] = python
+    return found
+
+
+def parse_engines(text: str | None, labels: Iterable[str] = ()) -> list[str]:
+    """Return the named engines in order, or all. Raises ConfigError for an unknown or repeated one.
+
+    `labels`: those of --engine-env.
+    """
+    known = list(dict.fromkeys([*ENGINE_MODULES, *labels]))
+    if text is None:
+        return known
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in ENGINE_MODULES:
-            raise ConfigError(f"--engines names {name!r}; known: {', '.join(ENGINE_MODULES)}")
+        if name not in known:
+            raise ConfigError(f"--engines names {name!r}; known: {', '.join(known)}; --engine-env adds labels")
         if names.count(name) > 1:
             raise ConfigError(f"--engines names {name} twice; name each engine once")
     if not names:
-        raise ConfigError(f"--engines names no engine; known: {', '.join(ENGINE_MODULES)}")
+        raise ConfigError(f"--engines names no engine; known: {', '.join(known)}")
     return names
 
 
-def parse_engine_arguments(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """Parse constructor arguments by engine; values are JSON if they parse as JSON, else text. Raises ConfigError."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in ENGINE_MODULES}
+def parse_engine_arguments(texts: list[str], labels: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """Parse constructor arguments by engine; values are JSON if they parse as JSON, else text. Raises ConfigError.
+
+    `labels`: those of --engine-env, which have the arguments of their engines too.
+    """
+    given: dict[str, dict[str, Any]] = {name: {} for name in [*ENGINE_MODULES, *labels]}
     for text in texts:
         engine, colon, setting = text.partition(":")
         name, equals, value = setting.partition("=")
-        if not (colon and equals and name.isidentifier()) or engine not in found:
+        if not (colon and equals and name.isidentifier()) or engine not in given:
             raise ConfigError(
-                f"--engine-arg is {text!r}; it has the form ENGINE:NAME=VALUE, with one of {', '.join(ENGINE_MODULES)}"
+                f"--engine-arg is {text!r}; it has the form LABEL:NAME=VALUE, with one of {', '.join(given)}"
             )
         try:
-            found[engine][name] = json.loads(value)
+            given[engine][name] = json.loads(value)
         except ValueError:
-            found[engine][name] = value
+            given[engine][name] = value
     for variant in ("sgl_batch_no_accumulate", "sgl_batch_no_sharing", "sgl_batch_int8"):
-        found[variant] = {**found["sgl_batch"], **found[variant]}
-    return found
+        given[variant] = {**given["sgl_batch"], **given[variant]}
+    return {label: {**given[engine_of(label)], **arguments} for label, arguments in given.items()}
 
 
 def build_workload(args: argparse.Namespace) -> Workload:
@@ -197,8 +236,7 @@ def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
     for flag, value in (*positive, ("--threads", args.threads)):
         if value is not None and value <= 0:
             raise ConfigError(f"{flag} is {value}; it must be more than 0")
-    if not Path(args.vllm_python).is_file():
-        raise ConfigError(f"--vllm-python {args.vllm_python} is not a file; name the python of vLLM's environment")
+    environments = parse_environments(args.engine_env)
     out = args.out or ROOT / "benchmark" / "out" / f"offline-{started:%Y%m%d-%H%M%S}"
     return Settings(
         model=args.model.resolve(),
@@ -208,8 +246,8 @@ def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
         hf_batch=args.hf_batch,
         full_warm_up=args.full_warm_up,
         threads=args.threads,
-        python_of={name: args.vllm_python if name == "vllm" else this_python() for name in ENGINE_MODULES},
-        arguments_of=parse_engine_arguments(args.engine_arg),
+        python_of={name: this_python() for name in ENGINE_MODULES} | environments,
+        arguments_of=parse_engine_arguments(args.engine_arg, environments),
         out=out.resolve(),
     )
 
@@ -217,7 +255,8 @@ def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
     """Run the comparison, print the tables, write the record; return the exit code."""
     started = datetime.now().astimezone()
-    workload, settings, engines = build_workload(args), build_settings(args, started), parse_engines(args.engines)
+    workload, settings = build_workload(args), build_settings(args, started)
+    engines = parse_engines(args.engines, settings.python_of)
     settings.out.mkdir(parents=True, exist_ok=True)
     runs: list[EngineRun] = []
     source = machine.source(ROOT)
@@ -229,6 +268,8 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_rounds(engines, workload, settings, say, runs, rates.measure if work else lambda: None)
+        if work:
+            rates.measure()
     except KeyboardInterrupt:
         interrupted = True
         say("interrupted; reporting the rounds that are finished")

@@ -13,6 +13,9 @@ from comparison.figures import Agreement, Spread, agreement, paired_ratios, spre
 from comparison.rounds import EngineRun, RoundResult, Settings
 from comparison.workload import Workload
 
+# Others that keep more of a machine's cores busy than this make a time worth little.
+_QUIET_CORES = 0.2
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
@@ -90,8 +93,9 @@ def markdown(record: Record) -> str:
     """Return the printed report: what was measured, where, and three tables."""
     found = summaries(record)
     names = [run.name for run in record.runs]
-    others = spread(done.cpus_of_others for run in record.runs for done in run.rounds)
-    load = f"other programs kept {others.text(1)} cores busy meanwhile" if others else "no round ended"
+    known = (done.cpus_of_others for run in record.runs for done in run.rounds)
+    others = spread(cores for cores in known if cores is not None)
+    load = f"other programs kept {others.text(1)} cores busy while engines were timed" if others else "load not known"
     source = record.source["commit"] or "no git commit"
     changed = f" with {record.source['changed_files']} changed files" if record.source["changed_files"] else ""
     sections = [
@@ -99,11 +103,36 @@ def markdown(record: Record) -> str:
         f"rounds: {record.settings.rounds}, alternating, a fresh process each.",
         f"{machine.describe(record.machine)}; {load}.",
         f"{record.started:%Y-%m-%d}, {source[:12]}{changed}: `{shlex.join(record.command)}`",
+        _load_warning(record.runs),
         _engine_table(found),
         _ratio_table(found, names),
         _part_table(record.runs),
+        _versions_text(record.runs),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _load_warning(runs: Sequence[EngineRun]) -> str:
+    """Return which rounds others disturbed, or nothing."""
+    disturbed = [
+        f"{run.name} in round {done.number} ({done.cpus_of_others:.1f} cores)"
+        for run in runs
+        for done in run.rounds
+        if done.cpus_of_others is not None and done.cpus_of_others > _QUIET_CORES
+    ]
+    if not disturbed:
+        return ""
+    return f"WARNING: other programs took more than {_QUIET_CORES} cores from {', '.join(disturbed)}."
+
+
+def _versions_text(runs: Sequence[EngineRun]) -> str:
+    """Return with what versions each engine ran."""
+    lines = []
+    for run in runs:
+        if run.rounds:
+            found = run.rounds[0].versions
+            lines.append(f"- {run.name}: {', '.join(f'{name} {number}' for name, number in found.items())}")
+    return "Versions:\n\n" + "\n".join(lines) if lines else ""
 
 
 def _shortfall(run: EngineRun, rounds: int) -> str | None:

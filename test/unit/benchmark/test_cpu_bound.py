@@ -43,4 +43,7 @@ def test_the_rates_are_measured_in_a_process_of_their_own(tmp_path):
     spec.write_text(json.dumps({"new_bytes": 4 << 20, "width": 64, "times": 1, "threads": 2}))
     end = run_child(sys.executable, spec, result, log, limit_s=120, threads=1, runner="cpu_rates.py")
     assert end.reason is None
-    assert all(rate > 0 for rate in json.loads(result.read_text()).values())
+    rates = json.loads(result.read_text())
+    assert rates["new_bytes_per_s"] > 0
+    assert rates["flop_per_s"] == max(rates["flop_per_s_by_way"].values()) > 0
+    assert {"torch", "sgl_batch"} <= rates["flop_per_s_by_way"].keys()

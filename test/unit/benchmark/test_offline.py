@@ -9,7 +9,7 @@ import pytest
 import random_checkpoint
 import random_dense_checkpoint
 from comparison.child import last_error, run_child
-from offline import main, parse_engine_arguments, parse_engines
+from offline import main, parse_engine_arguments, parse_engines, parse_environments
 from safetensors import safe_open
 
 from sgl_batch.errors import ConfigError
@@ -25,7 +25,11 @@ from sgl_batch.errors import ConfigError
         (["--model", "MODEL", "--num-prompts", "0"], "--num-prompts is 0"),
         (["--model", "MODEL", "--rounds", "0"], "--rounds is 0"),
         (["--model", "MODEL", "--input-len", "9999"], "more than the model's context of 4096"),
-        (["--model", "MODEL", "--vllm-python", "nowhere"], "--vllm-python nowhere is not a file"),
+        (["--model", "MODEL", "--engine-env", "vllm=nowhere"], "--engine-env vllm: nowhere is not a file"),
+        (["--model", "MODEL", "--engine-env", "mystery=nowhere"], "--engine-env is 'mystery=nowhere'"),
+        (["--model", "MODEL", "--engine-env", "vllm"], "--engine-env is 'vllm'"),
+        (["--model", "MODEL", *["--engine-env", f"vllm-a={sys.executable}"] * 2], "--engine-env names vllm-a twice"),
+        (["--model", "MODEL", "--engines", "vllm-a"], "--engines names 'vllm-a'"),
         (["--model", "MODEL", "--engines", "stock,mystery"], "--engines names 'mystery'"),
         (["--model", "MODEL", "--engine-arg", "stock=1"], "--engine-arg is 'stock=1'"),
         (["--make-model", "MODEL"], "already holds files"),
@@ -46,6 +50,18 @@ def test_engines_keep_the_order_given_without_duplicates():
     assert parse_engines("vllm, sgl_batch") == ["vllm", "sgl_batch"]
     with pytest.raises(ConfigError, match="hf twice"):
         parse_engines("hf,stock,hf")
+
+
+def test_labels_of_environments_are_engines_of_their_own_behind_the_others():
+    assert parse_engines("vllm-a,vllm", ["vllm-a"]) == ["vllm-a", "vllm"]
+    assert parse_engines(None, ["vllm-a", "vllm"])[-2:] == ["openvino", "vllm-a"]
+    assert parse_environments([f"vllm-a={sys.executable}", f"hf={sys.executable}"]).keys() == {"vllm-a", "hf"}
+
+
+def test_a_label_has_the_arguments_of_its_engine_and_its_own():
+    found = parse_engine_arguments(["vllm:max_num_seqs=256", "vllm-a:max_num_seqs=64", "vllm-a:seed=3"], ["vllm-a"])
+    assert found["vllm"] == {"max_num_seqs": 256}
+    assert found["vllm-a"] == {"max_num_seqs": 64, "seed": 3}
 
 
 def test_arguments_of_sgl_batch_also_go_to_its_comparison_without_accumulation():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def finished(number, wall_s, *, tokens=(1, 2), before=None, after=None):
         outputs=[list(tokens)],
         details_before=before or {},
         details_after=after or {},
-        versions={"python": "3"},
+        versions={"python": "3", "zentorch": "2.13"},
     )
 
 
@@ -98,6 +99,19 @@ def test_an_engine_that_failed_keeps_its_rounds_and_its_reason(record):
 
 def test_an_engine_that_is_not_installed_is_listed(record):
     assert row_of(markdown(record), "vllm")[-1] == "not installed (no module vllm)"
+
+
+def test_rounds_that_others_disturbed_are_named(record):
+    assert "WARNING: other programs took more than 0.2 cores from sgl_batch in round 1 (0.2 cores)" in markdown(record)
+    quiet = [replace(done, cpus_of_others=0.2) for done in record.runs[0].rounds]
+    record.runs[:] = [EngineRun(name="sgl_batch", rounds=[*quiet, replace(quiet[0], cpus_of_others=None)])]
+    assert "WARNING" not in markdown(record)
+
+
+def test_the_versions_of_each_engine_that_ran_are_told(record):
+    versions = markdown(record).split("Versions:")[1]
+    assert "- stock: python 3, zentorch 2.13" in versions
+    assert "vllm" not in versions
 
 
 def test_an_interrupted_engine_reports_its_finished_rounds(record):
