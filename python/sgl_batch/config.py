@@ -352,13 +352,18 @@ class RankConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
-    """Where events of sequences and decisions are written."""
+    """Where events of sequences and decisions are written, and whether the start is logged."""
 
     trace_file: str | None = _flag(
         None,
         "file to which one JSON line is written for each change of a sequence's state and each decision (see "
         "`sgl-batch trace`); by default there is none",
         metavar="FILE",
+    )
+    log_startup: bool = _flag(
+        False,
+        "log, when the engine has started or has failed to, how long each of its processes took for each phase of the "
+        "start, and at what rate weights were read",
     )
 
 

@@ -108,9 +108,13 @@ def test_a_rank_killed_during_the_start_is_named_with_its_signal_and_no_process_
 
 
 def test_the_error_of_a_rank_that_fails_ends_the_start_while_the_other_waits(
-    start: Start, model_path: Callable[[str], str]
+    start: Start, model_path: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The log of the start tells how far it came."""
     message = r"^rank 0 of the engine failed: .* fewer than one for each of 2 ranks"
+    kwargs = {"max_total_tokens": 4096, "kv_store_bytes": 1 << 16, "log_startup": True}
     with killing(start, lambda _: None), pytest.raises(ConfigError, match=message):
-        Engine(model_path=model_path(FAMILIES[0]), max_total_tokens=4096, **ranks(2), kv_store_bytes=1 << 16).shutdown()
+        Engine(model_path=model_path(FAMILIES[0]), **ranks(2), **kwargs).shutdown()
     assert start.alive() == []
+    logged = [line.split(maxsplit=4)[4] for line in capfd.readouterr().err.splitlines() if " s  " in line]
+    assert {f"rank {rank} weights packed" for rank in range(2)} <= {" ".join(line.split()) for line in logged}

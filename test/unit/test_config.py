@@ -59,6 +59,7 @@ OTHER = {
     "order": "longest-first",
     "admission": "forecast",
     "trace_file": "trace.jsonl",
+    "log_startup": True,
     "migration": "never",
     "partition_below": 3,
     "partition_costs": "off",
@@ -159,7 +160,7 @@ def test_every_option_reaches_its_owner():
             token_dispatcher="gloo",
             rank_timeout_s=30.0,
         ),
-        trace=TraceConfig(trace_file="trace.jsonl"),
+        trace=TraceConfig(trace_file="trace.jsonl", log_startup=True),
     )
 
 

@@ -70,6 +70,7 @@ class Engine(processes.RankedEngine):
             start_method = FORKSERVER if platform == CPU_PLATFORM else SPAWN
         spec = self._spec = self.run_scheduler_process_func = ProcessSpec.begin(self.batch_config, start_method)
         self.run_detokenizer_process_func = spec.detokenizer
+        start_log = spec.start_log("program", from_process=False)
         self._own_loop = OwnLoop()
         with processes.platform(platform), launch.start_errors(spec):
             super().__init__(server_args=server_args)
@@ -80,6 +81,8 @@ class Engine(processes.RankedEngine):
         except EngineError:
             self.shutdown()
             raise
+        start_log.end("all processes started")
+        launch.announce_start(spec)
         launch.announce("forward", self.running["forward"])
         launch.announce("plan", self.start_plan.source)
         spec.watch(self.tokenizer_manager.note_death)

@@ -316,6 +316,7 @@ def start_errors(spec: ProcessSpec) -> Iterator[None]:
             child.join()
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGQUIT, handler)
+        announce_start(spec)
         reported = spec.start_error(error)
         spec.end()
         if reported is error:
@@ -329,6 +330,8 @@ def start_tree(server_args: ServerArgs, spec: ProcessSpec) -> tuple[processes.La
 
     Raises EngineError. Also then the caller removes the directory of `spec`.
     """
+    start_log = spec.start_log("engine's process")
+    start_log.end("process begun, programs imported")
     with processes.platform(child_platform(server_args)), start_errors(spec):
         launched = processes.launch_subprocesses(
             server_args,
@@ -337,9 +340,17 @@ def start_tree(server_args: ServerArgs, spec: ProcessSpec) -> tuple[processes.La
             run_detokenizer_process_func=spec.detokenizer,
         )
     running = verify(spec.infos(launched.scheduler_infos), launched.tokenizer_manager, server_args)
+    start_log.end("all processes started")
+    announce_start(spec)
     announce("forward", running["forward"])
     spec.watch(launched.tokenizer_manager.note_death)
     return launched, str(running["forward"])
+
+
+def announce_start(spec: ProcessSpec) -> None:
+    """Log how long the phases of the start took, so far as they have ended, where that was asked for."""
+    if text := spec.start_text():
+        announce("start", text)
 
 
 def announce(name: str, text: str) -> None:

@@ -28,6 +28,7 @@ from sgl_batch.managers.rank_controller import run_rank_controller
 from sgl_batch.managers.scheduler import BatchScheduler
 from sgl_batch.metrics.counters import Counters, PartClock
 from sgl_batch.metrics.sampled_parts import SampledParts
+from sgl_batch.metrics.start_log import StartLog, phases, table
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.cuda_graphs import CudaGraphs, Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
@@ -161,7 +162,17 @@ class ProcessSpec:
         reporter = self.failure_reporter("the detokenizer")
         with reporter.end_on_error():
             _begin_as_child(self)
+            self.start_log("detokenizer").end("process begun, programs imported")
             processes.run_detokenizer_with(reporter.end, *args, **kwargs)
+
+    def start_log(self, process: str, *, from_process: bool = True) -> StartLog:
+        """Return a process's log of the start; one that logs nothing where none was asked for."""
+        asked = self.config.trace.log_startup
+        return StartLog(self.directory if asked else None, process, from_process=from_process)
+
+    def start_text(self) -> str:
+        """Return what the processes have logged of the start so far; empty where no log was asked for."""
+        return f"the start, by process:\n{table(phases(self.directory))}" if self.config.trace.log_startup else ""
 
     def failure_reporter(self, name: str, *, is_rank: bool = False) -> FailureReporter:
         """Return what reports the end of a process of this engine."""
@@ -184,6 +195,7 @@ def _run_scheduler(spec: ProcessSpec, reporter: FailureReporter, *args: object, 
     in_force, budget = PlanInForce(config), TimeBudget()
     operators, gpu_experts = None, None
     counters = Counters() if _is_on_cpu() else Counters(clock=PartClock(SampledParts()))
+    start_log = spec.start_log("scheduler" if args[_DP_RANK] is None else f"rank {args[_DP_RANK]}")
     if _is_on_cpu():
         import_model_classes()
         operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
@@ -204,6 +216,7 @@ def _run_scheduler(spec: ProcessSpec, reporter: FailureReporter, *args: object, 
     context = RunContext(
         in_force=in_force,
         budget=budget,
+        start_log=start_log,
         counters=counters,
         cpu_operators=operators,
         gpu_experts=gpu_experts,
@@ -212,6 +225,7 @@ def _run_scheduler(spec: ProcessSpec, reporter: FailureReporter, *args: object, 
         rendezvous=Rendezvous(spec.directory),
     )
     register_triton_attention()
+    start_log.end("process begun, programs imported")
     scheduler = partial(BatchScheduler, context=context)
     processes.run_scheduler_with(scheduler, CounterSampler, reporter.end, *args, **kwargs)
 

@@ -111,6 +111,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         skip_ended_rows(self)
         self.rank_steps = None if context.rank_context is None else self._join(context.rank_context)
         self._check_overlap(context.config)
+        context.start_log.end("choices settled")
 
     def _settled(self, context: RunContext) -> tuple[BoundaryExecutor, StartChoices]:
         """Settle the choices of this start; return the executor that follows from them, and the choices."""

@@ -138,6 +138,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             else expert_shard(rank_context.expert_shard, rank_context.topology.num_expert_shards)
         )
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
+        self.context.start_log.end("scheduler and process groups made")
         watch = self._watch_of_weights()
         with shard, huge_parameters(), models_as_configured():
             if memory.weights == "resident":
@@ -150,6 +151,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 self._operators.stream(self.model, files, memory, expert_shard=held)
         int8 = self.context.config.forward.cpu_weight_dtype == "int8"
         self.weight_bytes = resident_weight_bytes(self.model, int8=int8)
+        self.context.start_log.end("model made, weights read", num_bytes=self.weight_bytes)
         forget_peak()
 
     def _watch_of_weights(self) -> LoadedWeights:
@@ -224,7 +226,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 "are each computed whole",
                 self.server_args.attention_backend,
             )
+        self.context.start_log.end("KV pools made")
         self._operators.adopt(self.model)
+        self.context.start_log.end("weights packed")
         self._pass_memory = self._measure_passes()
         family = family_of(self.model)
         if family is None:

@@ -10,6 +10,7 @@ from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.distributed.rendezvous import Rendezvous
 from sgl_batch.metrics.counters import Counters
+from sgl_batch.metrics.start_log import StartLog
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.cuda_graphs import Graphs
 from sgl_batch.model_executor.gpu_experts import GpuExperts
@@ -22,7 +23,7 @@ class RunContext:
 
     One of `cpu_operators` and `gpu_experts` is None: they are for a machine without a GPU and with one. `rank_context`
     is None with one rank, `graphs` where no graph can be captured. `rendezvous` is that of all processes of the engine.
-    `budget` is the time of all self-checks at the start.
+    `budget` is the time of all self-checks at the start, `start_log` its log.
     """
 
     in_force: PlanInForce
@@ -33,6 +34,7 @@ class RunContext:
     graphs: Graphs | None = None
     rank_context: RankContext | None = None
     budget: TimeBudget = field(default_factory=TimeBudget)
+    start_log: StartLog = field(default_factory=StartLog)
 
     @property
     def config(self) -> BatchConfig:

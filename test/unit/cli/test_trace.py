@@ -60,7 +60,7 @@ def test_decisions_are_skipped_and_replayed_on_request(trace_file: Path, capsys:
         "t": 1.0,
         "engine": 1.0,
         "rank": 0,
-        "version": 7,
+        "version": 8,
         "decision": "next",
         "policy": "device",
         "others_run": False,
