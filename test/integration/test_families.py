@@ -113,7 +113,7 @@ def test_tokens_of_two_ranks_that_stream_experts_are_huggingfaces(
         stats = engine.batch_stats()
         check_coroutine_forward(engine, stats["counters"])
         assert all(rank["counters"]["weights_read"] > 0 for rank in stats["ranks"]), "each reads its own experts"
-        assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
+        assert all(rank["counters"]["output_tokens"] > 0 for rank in stats["ranks"])
     finally:
         engine.shutdown()
 
@@ -137,7 +137,7 @@ def test_each_of_two_ranks_holds_a_whole_model_without_experts(
         stats = engine.batch_stats()
         check_coroutine_forward(engine, stats["counters"])
         assert stats["counters"]["sequences_arrived"] > 0, "sequences moved"
-        assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
+        assert all(rank["counters"]["output_tokens"] > 0 for rank in stats["ranks"])
     finally:
         engine.shutdown()
 

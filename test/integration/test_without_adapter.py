@@ -83,7 +83,7 @@ def test_float32_greedy_tokens_equal_huggingface_and_the_missing_adapter_is_repo
             assert stats["counters"]["prompt_tokens_shared"] > 0
         if num_ranks > 1:
             assert stats["counters"]["sequences_arrived"] > 0, "sequences moved"
-            assert all(rank["counters"]["generated_tokens"] > 0 for rank in stats["ranks"])
+            assert all(rank["counters"]["output_tokens"] > 0 for rank in stats["ranks"])
     finally:
         engine.shutdown()
 
