@@ -14,8 +14,13 @@
 namespace sgl_batch {
 namespace {
 
-constexpr int64_t kMostPanelsPerTask = 4;
+constexpr int64_t kDownPanelsPerTask = 2;  // whose products of a group wait for their sums in the L2 cache
 constexpr int64_t kRowsPerGroup = 4096;  // routed rows whose down products wait for their sums at once
+
+// A panel of an expert's matrix.
+struct Place {
+  int64_t expert, panel;
+};
 
 // A block of one expert's rows: [begin, end) in the routing's order.
 struct Block {
@@ -45,14 +50,21 @@ class Experts {
     if (c_.tokens == 0) return;
     plan_tasks();
     lay_out();
-    if (c_.part != ExpertsPart::kDown)
-      run_tasks(static_cast<int64_t>(blocks_.size()) * up_chunks_, [this](int64_t task, int thread) {
-        gate_up(blocks_[task / up_chunks_], task % up_chunks_, scratch(thread));
+    if (c_.part != ExpertsPart::kDown) {
+      const auto tasks = static_cast<int64_t>(blocks_.size()) * up_chunks_;
+      run_tasks_ahead(tasks, [this, tasks](int64_t task, int64_t next, int thread) {
+        const int64_t after = std::min(next, tasks - 1);
+        gate_up(blocks_[task / up_chunks_], task % up_chunks_, {blocks_[after / up_chunks_].expert, after % up_chunks_ * up_panels_per_task_},
+                scratch(thread));
       });
+    }
     if (c_.part == ExpertsPart::kUp) return;
     // The chunks of one group come one after the other: its rows stay in the caches.
-    run_tasks(down_chunks_ * groups_,
-              [this](int64_t task, int thread) { down(task % down_chunks_, task / down_chunks_, scratch(thread)); });
+    const int64_t tasks = down_chunks_ * groups_;
+    run_tasks_ahead(tasks, [this, tasks](int64_t task, int64_t next, int thread) {
+      const int64_t after = std::min(next, tasks - 1);
+      down(task % down_chunks_, task / down_chunks_, {0, after % down_chunks_ * down_panels_per_task_}, scratch(thread));
+    });
   }
 
  private:
@@ -64,7 +76,7 @@ class Experts {
     up_chunks_ = divide_up(up_panels, up_panels_per_task_);
     tokens_per_group_ = std::min(c_.tokens, std::max<int64_t>(1, kRowsPerGroup / std::max<int64_t>(1, c_.top_k)));
     groups_ = divide_up(c_.tokens, tokens_per_group_);
-    down_panels_per_task_ = std::clamp<int64_t>(down_panels * groups_ / wanted, 1, kMostPanelsPerTask);
+    down_panels_per_task_ = std::clamp<int64_t>(down_panels * groups_ / wanted, 1, kDownPanelsPerTask);
     down_chunks_ = divide_up(down_panels, down_panels_per_task_);
   }
 
@@ -109,8 +121,8 @@ class Experts {
     return {data, c_.w_dtype, scales == nullptr ? nullptr : scales + index * n, n, k};
   }
 
-  // One block's rows through some of an expert's gate and up panels: SiLU(gate) * up.
-  void gate_up(const Block& block, int64_t chunk, char* scratch) const {
+  // One block's rows through some of an expert's gate and up panels: SiLU(gate) * up. `after`: what this thread needs next.
+  void gate_up(const Block& block, int64_t chunk, const Place& after, char* scratch) const {
     char* rows = scratch + rows_at_;
     gather(block, rows);
     const PackedWeight gate = w13(block.expert, 0), up = w13(block.expert, 1);
@@ -124,12 +136,14 @@ class Experts {
     for (int64_t panel = first; panel < last; ++panel) {
       const ReadyPanel gate_panel = gate.ready(panel, isa_, spare, tiles.count);
       const ReadyPanel up_panel = up.ready(panel, isa_, spare + gate.spare_bytes(), tiles.count);
-      const int64_t next = std::min(panel + 1, gate.panels() - 1);
+      const Place next = panel + 1 < last ? Place{block.expert, panel + 1} : after;
+      const char* next_gate = w13(next.expert, 0).panel(next.panel);
+      const char* next_up = w13(next.expert, 1).panel(next.panel);
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int m = tiles.size(tile);
         const char* a = rows + (tiles.at(tile) - block.begin) * stride;
-        gate_panel.tile({a, stride, gate_panel.data, c_.hidden, m, gates, kPanel, false, ahead(tiles, tile, gate, next)});
-        up_panel.tile({a, stride, up_panel.data, c_.hidden, m, ups, kPanel, false, ahead(tiles, tile, up, next)});
+        gate_panel.tile({a, stride, gate_panel.data, c_.hidden, m, gates, kPanel, false, ahead(tiles, tile, gate, next_gate)});
+        up_panel.tile({a, stride, up_panel.data, c_.hidden, m, ups, kPanel, false, ahead(tiles, tile, up, next_up)});
         gate.scale(panel, isa_, gates, kPanel, m);
         up.scale(panel, isa_, ups, kPanel, m);
         if (c_.w13_bias != nullptr) {
@@ -154,8 +168,8 @@ class Experts {
       isa_.silu_mul(gates, ups, m, row_dtype_, to, stride);
   }
 
-  static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedWeight& weight, int64_t panel) {
-    return tiles.ahead(tile, weight.panel(panel), weight.panel_bytes(), tile_steps(weight.dtype, weight.k));
+  static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedWeight& weight, const char* next) {
+    return tiles.ahead(tile, next, weight.panel_bytes(), tile_steps(weight.dtype, weight.k));
   }
 
   void gather(const Block& block, char* rows) const {
@@ -166,7 +180,7 @@ class Experts {
   }
 
   // Some columns of the output for a group of tokens: down products of all experts, then each token's sum.
-  void down(int64_t chunk, int64_t group, char* scratch) const {
+  void down(int64_t chunk, int64_t group, const Place& after, char* scratch) const {
     const int64_t first = chunk * down_panels_per_task_, begin = group * tokens_per_group_;
     const int64_t end = std::min(c_.tokens, begin + tokens_per_group_);
     const int64_t panels = std::min(down_panels_per_task_, divide_up(c_.hidden, kPanel) - first);
@@ -178,9 +192,10 @@ class Experts {
     for (int64_t expert = 0; expert < c_.experts; ++expert) {
       const auto [from, to] = routing_.rows_of(expert, begin, end);
       if (from == to) continue;
+      const Place next = expert + 1 < c_.experts ? Place{expert + 1, first} : after;
       for (int64_t row = from; row < to; ++row)
         slots[routing_.rows[row].place - begin * c_.top_k] = static_cast<int32_t>(slot + row - from);
-      down_products(expert, Tiles(from, to, tile_.max_rows), first, panels, products + slot * stride, scratch);
+      down_products(expert, Tiles(from, to, tile_.max_rows), first, panels, next, products + slot * stride, scratch);
       slot += to - from;
     }
     auto* sum = reinterpret_cast<float*>(scratch + sum_at_);
@@ -194,15 +209,16 @@ class Experts {
     }
   }
 
-  void down_products(int64_t expert, const Tiles& tiles, int64_t first, int64_t panels, float* products, char* scratch) const {
-    const PackedWeight weight = w2(expert), after = w2(std::min(expert + 1, c_.experts - 1));
+  void down_products(int64_t expert, const Tiles& tiles, int64_t first, int64_t panels, const Place& after, float* products,
+                     char* scratch) const {
+    const PackedWeight weight = w2(expert);
     for (int64_t p = 0; p < panels; ++p) {
       const ReadyPanel panel = weight.ready(first + p, isa_, scratch + panels_at_, tiles.count);
-      const bool last = p + 1 == panels;
+      const char* next = p + 1 < panels ? weight.panel(first + p + 1) : w2(after.expert).panel(after.panel);
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         float* to = products + (tiles.at(tile) - tiles.begin) * panels * kPanel + p * kPanel;
         panel.tile({inter_row(tiles.at(tile)), static_cast<int64_t>(inter_stride_), panel.data, c_.inter, tiles.size(tile), to,
-               panels * kPanel, false, ahead(tiles, tile, last ? after : weight, last ? first : first + p + 1)});
+               panels * kPanel, false, ahead(tiles, tile, weight, next)});
         weight.scale(first + p, isa_, to, panels * kPanel, tiles.size(tile));
         if (c_.w2_bias != nullptr)
           add_bias(to, panels * kPanel, tiles.size(tile), c_.w2_bias + expert * c_.hidden + (first + p) * kPanel,

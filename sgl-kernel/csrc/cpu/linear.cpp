@@ -18,7 +18,7 @@ class Linear {
         tile_(isa_.tile(c_.w.dtype)),
         in_place_(row_dtype_ == c_.x_dtype),
         blocks_(divide_up(c_.rows, kTilesPerBlock * tile_.max_rows)),
-        chunks_(std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_ * c_.heads), 1, c_.w.panels())),
+        chunks_(divide_up(c_.w.panels(), panels_per_task(c_.w.panels() * blocks_ * c_.heads, c_.w.panel_bytes()))),
         element_(static_cast<int64_t>(size_of(c_.x_dtype))),
         row_bytes_(c_.w.k * static_cast<int64_t>(size_of(row_dtype_))) {}
 
@@ -32,8 +32,11 @@ class Linear {
     converted_ = base + rows_at;
     if (!in_place_) run_tasks(c_.heads * blocks_, [this](int64_t task, int) { convert(task / blocks_, task % blocks_); });
     // The blocks of one chunk come one after the other: its weights are then in the caches.
-    run_tasks(c_.heads * chunks_ * blocks_, [&](int64_t task, int thread) {
-      multiply(task / blocks_ / chunks_, task / blocks_ % chunks_, task % blocks_, base + spare_at + c_.w.spare_bytes() * thread);
+    const int64_t tasks = c_.heads * chunks_ * blocks_;
+    run_tasks_ahead(tasks, [&](int64_t task, int64_t next, int thread) {
+      const int64_t after = std::min(next, tasks - 1) / blocks_;
+      multiply(task / blocks_ / chunks_, task / blocks_ % chunks_, task % blocks_,
+               of_head(after / chunks_).panel(first_panel(after % chunks_)), base + spare_at + c_.w.spare_bytes() * thread);
     });
   }
 
@@ -49,16 +52,24 @@ class Linear {
       convert_row(converted(head, row), row_dtype_, given(head, row), c_.x_dtype, c_.w.k);
   }
 
-  // A block of a head's rows through a chunk of its panels.
-  void multiply(int64_t head, int64_t chunk, int64_t block, char* spare) const {
+  int64_t first_panel(int64_t chunk) const { return c_.w.panels() * chunk / chunks_; }
+
+  PackedWeight of_head(int64_t head) const {
     PackedWeight w = c_.w;
     w.data = static_cast<const char*>(w.data) + static_cast<size_t>(head * w.n * w.k) * size_of(w.dtype);
+    return w;
+  }
+
+  // A block of a head's rows through a chunk of its panels. `after`: the panel that this thread needs next.
+  void multiply(int64_t head, int64_t chunk, int64_t block, const char* after, char* spare) const {
+    const PackedWeight w = of_head(head);
+    const int64_t last = first_panel(chunk + 1);
     const Tiles tiles(block_begin(block), block_begin(block + 1), tile_.max_rows);
     const TileUse use(tile_);
     alignas(64) float result[kMaxRows * kPanel];
-    for (int64_t panel = w.panels() * chunk / chunks_; panel < w.panels() * (chunk + 1) / chunks_; ++panel) {
+    for (int64_t panel = first_panel(chunk); panel < last; ++panel) {
       const ReadyPanel ready = w.ready(panel, isa_, spare, tiles.count);
-      const char* next = w.panel(std::min(panel + 1, w.panels() - 1));
+      const char* next = panel + 1 < last ? w.panel(panel + 1) : after;
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int64_t row = tiles.at(tile);
         const int m = tiles.size(tile);

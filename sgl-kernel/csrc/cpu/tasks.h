@@ -13,11 +13,19 @@ namespace sgl_batch {
 
 constexpr int64_t kTilesPerBlock = 8;  // rows that share one pass over a panel: they stay in the L2 cache
 constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kPanelTasksPerThread = 16;    // of tasks that go through panels: each looks ahead to the next one's
+constexpr int64_t kPanelBytesPerTask = 256 << 10;  // with a block of rows they stay in the L2 cache
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 inline int num_threads() { return omp_get_max_threads(); }
+
+// How many panels of one weight a task goes through, of `panels` for all tasks together.
+inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes) {
+  const int64_t most = std::max<int64_t>(1, kPanelBytesPerTask / std::max<int64_t>(1, panel_bytes));
+  return std::clamp<int64_t>(panels / (kPanelTasksPerThread * num_threads()), 1, most);
+}
 
 // Rows [begin, end) cut into as few tiles as there must be, all but equal ones.
 struct Tiles {
