@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.nucleus import draw, kept, sample_nucleus
 from sgl_batch.sglang_adapter.host_copies import upload
 from sgl_batch.sglang_adapter.layers import TOP_K_ALL, Sampler
@@ -137,11 +138,24 @@ class CounterSampler(Sampler):  # type: ignore[misc]
         positions: torch.Tensor,
     ) -> torch.Tensor:
         """Return the rows' tokens. If a row names tokens for log probabilities, SGLang needs a list in every row."""
+        if sampling_info.is_all_greedy and not return_logprob and not any(sampling_info.return_sampling_masks or []):
+            largest = self._largest(logits_output.next_token_logits, sampling_info)
+            if largest is not None:
+                return largest
         if return_logprob and any(ids is not None for ids in token_ids_logprobs):
             token_ids_logprobs = [ids or [] for ids in token_ids_logprobs]
         tokens: torch.Tensor = super().forward(
             logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
         )
+        return tokens
+
+    def _largest(self, logits: torch.Tensor, sampling_info: Any) -> torch.Tensor | None:
+        """Return the tokens of greedy rows by the native kernel; None where torch takes them."""
+        kernels = native_kernels() if logits.device.type == "cpu" else None
+        if kernels is None:
+            return None
+        tokens: torch.Tensor = kernels.argmax(self._preprocess_logits(logits, sampling_info))
+        self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
 
     def _sample_from_probs(

@@ -11,7 +11,8 @@
 namespace sgl_batch {
 namespace {
 
-constexpr int64_t kTokensPerTask = 64;
+constexpr int64_t kMostTokensPerTask = 64, kLeastTokensPerTask = 16;
+constexpr int64_t kLineBytes = 64;
 
 // Pages of keys are [heads][page / width][dim / step][width][step] with `width` tokens a panel, and pages of values
 // [heads][dim / width][page / step][width][step] with `width` channels a panel. `step` numbers are one word of 4 bytes:
@@ -83,6 +84,21 @@ void write_run(const PageWriteCall& c, int64_t token, int64_t count) {
   }
 }
 
+// Brings what a token's keys and values go to closer. In a decode step every token has a page of its own, and each of its
+// channels another line of it: they would be waited for one by one.
+void fetch_places(const PageWriteCall& c, int64_t token) {
+  const int64_t page = c.slots[token] / c.page, offset = c.slots[token] % c.page;
+  const int64_t words = c.dim / c.step, size = c.page * words * kWord, column = offset % c.key_width;
+  for (int64_t head = 0; head < c.heads; ++head) {
+    const int64_t begin = (page * c.heads + head) * size;
+    const char* keys = c.k_pages + begin + ((offset - column) * words + column) * kWord;
+    for (int64_t word = 0; word < words; ++word) __builtin_prefetch(keys + word * c.key_width * kWord, 1, 3);
+    const char* values = c.v_pages + begin + offset / c.step * c.value_width * kWord;
+    for (int64_t d = 0; d < c.dim; d += c.value_width, values += c.page / c.step * c.value_width * kWord)
+      for (int64_t at = 0; at < c.value_width * kWord; at += kLineBytes) __builtin_prefetch(values + at, 1, 3);
+  }
+}
+
 // How many tokens from the given one on follow each other in one page.
 int64_t run_length(const PageWriteCall& c, int64_t token, int64_t end) {
   const int64_t slot = c.slots[token];
@@ -93,10 +109,13 @@ int64_t run_length(const PageWriteCall& c, int64_t token, int64_t end) {
 }
 
 void run_page_write(const PageWriteCall& call) {
-  run_tasks(divide_up(call.tokens, kTokensPerTask), [&](int64_t task, int) {
-    const int64_t end = std::min(call.tokens, (task + 1) * kTokensPerTask);
-    for (int64_t token = task * kTokensPerTask, count; token < end; token += count) {
+  const int64_t each = call.tokens / (kTasksPerThread * num_threads());
+  const int64_t per_task = std::clamp(round_up(each, kLeastTokensPerTask), kLeastTokensPerTask, kMostTokensPerTask);
+  run_tasks(divide_up(call.tokens, per_task), [&](int64_t task, int) {
+    const int64_t end = std::min(call.tokens, (task + 1) * per_task);
+    for (int64_t token = task * per_task, count; token < end; token += count) {
       count = run_length(call, token, end);
+      if (count == 1 && token + 1 < end) fetch_places(call, token + 1);
       write_run(call, token, count);
     }
   });

@@ -305,6 +305,15 @@ def linear_by_head(x_THK: torch.Tensor, weight_HNK: torch.Tensor, out_THN: torch
     _ops.linear_by_head(x_THK, weight_HNK, out_THN)
 
 
+def argmax(rows_TV: torch.Tensor) -> torch.Tensor:
+    """Where the largest number of each row is, the first of equal ones: int64 [T]. NaN is larger than all others.
+
+    Rows of bfloat16 or float32 may lie apart (stride(0) > V).
+    """
+    out: torch.Tensor = _ops.argmax(rows_TV)
+    return out
+
+
 def topk(
     logits_TE: torch.Tensor,
     top_k: int,
