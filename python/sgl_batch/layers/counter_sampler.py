@@ -138,7 +138,7 @@ class CounterSampler(Sampler):  # type: ignore[misc]
         positions: torch.Tensor,
     ) -> torch.Tensor:
         """Return the rows' tokens. If a row names tokens for log probabilities, SGLang needs a list in every row."""
-        if sampling_info.is_all_greedy and not return_logprob and not any(sampling_info.return_sampling_masks or []):
+        if not return_logprob and sampling_info.is_all_greedy and not any(sampling_info.return_sampling_masks or []):
             largest = self._largest(logits_output.next_token_logits, sampling_info)
             if largest is not None:
                 return largest
