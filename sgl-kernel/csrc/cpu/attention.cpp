@@ -13,7 +13,7 @@ namespace sgl_batch {
 namespace {
 
 constexpr int64_t kRowsPerBlock = 96;  // rows (tokens x query heads of one KV head) that share a pass over the pages
-constexpr int64_t kChunk = 64;         // tokens of one step of the softmax
+constexpr int64_t kChunk = 128;        // tokens of one step of the softmax
 
 // Tokens [begin, end) of a piece, for KV heads [head, last_head).
 struct Block {
@@ -30,6 +30,12 @@ struct Rows {
 // One head's part of a page.
 struct Pages {
   PackedWeight keys, values;
+};
+
+// What is read after a chunk: the one of this head that begins at token `first`.
+struct Next {
+  const Block* block;
+  int64_t head, first;
 };
 
 class Attention {
@@ -78,7 +84,7 @@ class Attention {
     const auto count = static_cast<int64_t>(blocks_.size());
     run_tasks_ahead(count, [&](int64_t index, int64_t next, int thread) {
       const Block& after = blocks_[next < count ? next : index];
-      attend(blocks_[index], pages_at(after, after.head, first_chunk(after)), base + bytes * thread);
+      attend(blocks_[index], {&after, after.head, first_chunk(after)}, base + bytes * thread);
     });
   }
 
@@ -110,6 +116,12 @@ class Attention {
             {static_cast<const char*>(c_.v_pages) + at, c_.dtype, nullptr, c_.dim, c_.page}};
   }
 
+  // The page that is read in the place of the page at token `part` of a chunk; the last one where there are fewer.
+  Pages page_of(const Next& next, int64_t part) const {
+    const int64_t last = seen_by(*next.block, next.block->end - 1) - 1;
+    return pages_at(*next.block, next.head, std::min(next.first + part, last));
+  }
+
   // Row r of a block is query head r % group_ of its token r / group_.
   size_t row_offset(const Block& block, int64_t head, int64_t row, int64_t stride) const {
     const int64_t token = c_.starts[block.piece] + block.begin + row / group_;
@@ -117,7 +129,7 @@ class Attention {
   }
 
   // `after`: what is read when this block is done.
-  void attend(const Block& block, const Pages& after, char* scratch) const {
+  void attend(const Block& block, const Next& after, char* scratch) const {
     const int64_t rows = (block.end - block.begin) * group_, heads = block.last_head - block.head;
     auto* state = reinterpret_cast<float*>(scratch + state_at_);
     auto* sums = reinterpret_cast<float*>(scratch + sums_at_);
@@ -136,9 +148,9 @@ class Attention {
     const int64_t tokens = seen_by(block, block.end - 1);
     for (int64_t first = first_chunk(block); first < tokens; first += chunk_)
       for (int64_t head = 0; head < heads; ++head) {
-        const Pages next = head + 1 < heads          ? pages_at(block, block.head + head + 1, first)
-                           : first + chunk_ < tokens ? pages_at(block, block.head, first + chunk_)
-                                                     : after;
+        const Next next = head + 1 < heads          ? Next{&block, block.head + head + 1, first}
+                          : first + chunk_ < tokens ? Next{&block, block.head, first + chunk_}
+                                                    : after;
         const Rows own{scratch + queries_at_ + head * rows * query_bytes(), state + 2 * head * rows, sums + head * rows * padded_dim_};
         for (int64_t tile = 0; tile < tiles.count; ++tile) attend_tile(block, block.head + head, first, next, tiles, tile, own, scratch);
       }
@@ -153,7 +165,7 @@ class Attention {
   int64_t query_bytes() const { return c_.dim * static_cast<int64_t>(size_of(row_dtype_)); }
 
   // One tile of rows against the chunk that begins at token `first`: scores, weights, and what they add to the sums.
-  void attend_tile(const Block& block, int64_t head, int64_t first, const Pages& next, const Tiles& tiles, int64_t tile,
+  void attend_tile(const Block& block, int64_t head, int64_t first, const Next& next, const Tiles& tiles, int64_t tile,
                    const Rows& own, char* scratch) const {
     const int64_t row = tiles.at(tile);
     const int m = tiles.size(tile);
@@ -164,19 +176,19 @@ class Attention {
     float* sums = own.sums + row * padded_dim_;
     const char* queries = own.queries + row * query_bytes();
     for (int64_t part = 0; part < most; part += part_)
-      score(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), next, queries,
+      score(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), page_of(next, part), queries,
             scores + part, tiles, tile, scratch);
     char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
+    int64_t from[kMaxRows], seen[kMaxRows];
     for (int i = 0; i < m; ++i) {
       const int64_t token = block.begin + (row + i) / group_;
-      const int64_t from = std::clamp<int64_t>(first_seen(block, token) - first, 0, chunk_);
-      const int64_t seen = std::clamp<int64_t>(seen_by(block, token) - first, 0, chunk_);
-      const float kept = isa_.softmax_step(scores + i * score_stride_, from, seen, round_up(most, kPanel), c_.scaling,
-                                           state + 2 * i, row_dtype_, weights + i * weight_bytes());
-      if (kept != 1.0f) scale_row(sums + i * padded_dim_, sums + i * padded_dim_, kept, c_.dim);
+      from[i] = std::clamp<int64_t>(first_seen(block, token) - first, 0, chunk_);
+      seen[i] = std::clamp<int64_t>(seen_by(block, token) - first, 0, chunk_);
     }
+    isa_.softmax_step({m, scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling, state, row_dtype_, weights, sums,
+                       padded_dim_});
     for (int64_t part = 0; part < most; part += part_)
-      add_values(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), next,
+      add_values(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), page_of(next, part),
                  weights + part * static_cast<int64_t>(size_of(row_dtype_)), sums, tiles, tile, scratch);
   }
 

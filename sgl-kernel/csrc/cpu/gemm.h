@@ -90,12 +90,26 @@ using WidenFn = void (*)(const int8_t* from, int64_t count, uint16_t* to);
 // Rows of kPanel f32, `c_stride` apart, times `scales`, column by column.
 using ScaleColumnsFn = void (*)(float* c, int64_t c_stride, int rows, const float* scales);
 
-// One row's step of a softmax over blocks. Of `width` scores (a multiple of kPanel) those in [first, valid) count; their
-// weights exp(scaling * (score - maximum)), zero for the others, go to `weights` in the given number type; f32 weights
-// may lie in the place of the scores. state holds the running maximum of scores and sum of weights; scaling is above 0.
-// Returns the factor by which what was added up before must shrink.
-using SoftmaxStepFn = float (*)(float* scores, int64_t first, int64_t valid, int64_t width, float scaling, float* state,
-                                DType dtype, void* weights);
+// The step of a softmax over blocks for some rows, at most kMaxRows. Of `width` scores (a multiple of kPanel) of row i
+// those in [first[i], valid[i]) count; their weights exp(scaling * (score - maximum)), zero for the others, go to `weights`
+// in the given number type; f32 weights may lie in the place of the scores. Rows of scores and weights are `stride` numbers
+// apart. state holds each row's running maximum of scores and sum of weights; scaling is above 0. What was added up
+// before, rows of `sums_stride` numbers, shrinks to the new maximum.
+struct SoftmaxRows {
+  int rows;
+  float* scores;
+  int64_t stride;
+  const int64_t* first;
+  const int64_t* valid;
+  int64_t width;
+  float scaling;
+  float* state;
+  DType dtype;
+  void* weights;
+  float* sums;
+  int64_t sums_stride;
+};
+using SoftmaxStepFn = void (*)(const SoftmaxRows& rows);
 
 // One row of an RMS norm: h = x + residual, which goes to residual_out (both may be null); see norm_rope.h.
 struct NormRow {

@@ -38,13 +38,14 @@ struct Left {
   int64_t stride;
 };
 
-// The first pass over a panel brings what comes next closer; later passes over other columns do not.
+// The first pass over a panel brings what comes next closer, to the second cache: the first one has too few requests under
+// way to read from memory at its rate. Later passes over other columns do not.
 struct Prefetch {
   Prefetch(const Tile& tile, int column)
       : at(static_cast<const char*>(column == 0 ? tile.ahead.from : tile.panel)), step(column == 0 ? tile.ahead.step : 0) {}
   void advance() {
-    __builtin_prefetch(at, 0, 3);
-    __builtin_prefetch(at + kStepBytes / 2, 0, 3);
+    __builtin_prefetch(at, 0, 2);
+    __builtin_prefetch(at + kStepBytes / 2, 0, 2);
     at += step;
   }
 

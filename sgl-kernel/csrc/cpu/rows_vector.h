@@ -138,33 +138,65 @@ inline float join_sum(VecF lanes) {
     return join_sum<distance / 2>(lanes);
 }
 
-[[maybe_unused]] float softmax_step(float* scores, int64_t first, int64_t valid, int64_t width, float scaling, float* state,
-                                    DType dtype, void* weights) {
-  if (first >= valid) {
-    for (int64_t i = 0; i < width; i += kLanes) put(weights, static_cast<int>(i), VecF{}, dtype);
-    return 1.0f;
+constexpr float kUnseen = -3.0e38f;
+
+// The largest of a row's scores in [first, valid); the others, up to the width, become kUnseen.
+inline float largest_seen(float* scores, int64_t first, int64_t valid, int64_t width) {
+  VecF most = splat(kUnseen);
+  if (first <= 0 && valid >= width) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const VecF found = load(scores + i);
+      most = found > most ? found : most;
+    }
+    return join_max(most);
   }
-  const float lowest = -3.0e38f;
-  for (int64_t i = 0; i < first; ++i) scores[i] = lowest;
-  for (int64_t i = valid; i < width; ++i) scores[i] = lowest;
-  VecF most = splat(lowest);
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const VecF found = load(scores + i);
+  VecI at;
+  for (int j = 0; j < kLanes; ++j) at[j] = j;
+  const VecI from = VecI{} + static_cast<int32_t>(first), to = VecI{} + static_cast<int32_t>(valid);
+  for (int64_t i = 0; i < width; i += kLanes, at += kLanes) {
+    VecF found = load(scores + i);
+    found = (at >= from) & (at < to) ? found : splat(kUnseen);
+    store(scores + i, found);
     most = found > most ? found : most;
   }
-  const float joined = join_max(most), maximum = joined > state[0] ? joined : state[0];
-  const float factor = scaling * kLog2E;
+  return join_max(most);
+}
+
+// Weights of a row of scores, of which those of kUnseen get none; returns their sum.
+inline float weigh(const float* scores, int64_t width, float maximum, float factor, DType dtype, void* weights) {
   VecF sum = {};
   for (int64_t i = 0; i < width; i += kLanes) {
     const VecF score = load(scores + i);
-    const VecF weight = score <= lowest ? VecF{} : exp2_clamped((score - maximum) * factor);  // NaN stays NaN
+    const VecF weight = score <= kUnseen ? VecF{} : exp2_clamped((score - maximum) * factor);  // NaN stays NaN
     sum += weight;
     put(weights, static_cast<int>(i), weight, dtype);
   }
-  const float kept = state[1] == 0.0f ? 1.0f : exp2_clamped(splat((state[0] - maximum) * factor))[0];
-  state[0] = maximum;
-  state[1] = state[1] * kept + join_sum(sum);
-  return kept;
+  return join_sum(sum);
+}
+
+[[maybe_unused]] void softmax_step(const SoftmaxRows& r) {
+  const float factor = r.scaling * kLog2E;
+  float shrunk[kMaxRows] = {}, maxima[kMaxRows];
+  for (int i = 0; i < r.rows; ++i) {
+    const float most = r.first[i] < r.valid[i] ? largest_seen(r.scores + i * r.stride, r.first[i], r.valid[i], r.width) : kUnseen;
+    maxima[i] = most > r.state[2 * i] ? most : r.state[2 * i];
+    shrunk[i] = (r.state[2 * i] - maxima[i]) * factor;
+  }
+  for (int i = 0; i < r.rows; i += kLanes) store(shrunk + i, exp2_clamped(load(shrunk + i)));
+  for (int i = 0; i < r.rows; ++i) {
+    float* state = r.state + 2 * i;
+    char* weights = static_cast<char*>(r.weights) + i * r.stride * static_cast<int64_t>(size_of(r.dtype));
+    if (r.first[i] >= r.valid[i]) {
+      for (int64_t column = 0; column < r.width; column += kLanes) put(weights, static_cast<int>(column), VecF{}, r.dtype);
+      continue;
+    }
+    const float kept = state[1] == 0.0f ? 1.0f : shrunk[i];
+    state[0] = maxima[i];
+    state[1] = state[1] * kept + weigh(r.scores + i * r.stride, r.width, maxima[i], factor, r.dtype, weights);
+    if (kept == 1.0f) continue;
+    float* sums = r.sums + i * r.sums_stride;
+    for (int64_t column = 0; column < r.sums_stride; column += kLanes) store(sums + column, load(sums + column) * kept);
+  }
 }
 
 }  // namespace
