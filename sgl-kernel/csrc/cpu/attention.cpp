@@ -133,17 +133,19 @@ class Attention {
     const int64_t rows = (block.end - block.begin) * group_, heads = block.last_head - block.head;
     auto* state = reinterpret_cast<float*>(scratch + state_at_);
     auto* sums = reinterpret_cast<float*>(scratch + sums_at_);
-    std::fill(sums, sums + heads * rows * padded_dim_, 0.0f);
+    if (c_.window != 0) std::fill(sums, sums + heads * rows * padded_dim_, 0.0f);  // else the first chunk's are not added
     for (int64_t at = 0; at < heads * rows; ++at) {
       // The running maximum is of scores before they are scaled.
       const bool sinks = c_.sinks != nullptr;
       state[2 * at] = sinks ? c_.sinks[(block.head + at / rows) * group_ + at % rows % group_] / c_.scaling
                             : -std::numeric_limits<float>::infinity();
       state[2 * at + 1] = sinks ? 1.0f : 0.0f;
+    }
+    // A token's rows of one KV head lie one after the other.
+    for (int64_t at = 0; at < heads * rows; at += group_)
       convert_row(scratch + queries_at_ + at * query_bytes(), row_dtype_,
                   static_cast<const char*>(c_.q) + row_offset(block, block.head + at / rows, at % rows, c_.q_stride), c_.dtype,
-                  c_.dim);
-    }
+                  group_ * c_.dim);
     const Tiles tiles(0, rows, tile_.max_rows);
     const int64_t tokens = seen_by(block, block.end - 1);
     for (int64_t first = first_chunk(block); first < tokens; first += chunk_)
@@ -154,12 +156,20 @@ class Attention {
         const Rows own{scratch + queries_at_ + head * rows * query_bytes(), state + 2 * head * rows, sums + head * rows * padded_dim_};
         for (int64_t tile = 0; tile < tiles.count; ++tile) attend_tile(block, block.head + head, first, next, tiles, tile, own, scratch);
       }
-    for (int64_t at = 0; at < heads * rows; ++at) {
-      float* sum = sums + at * padded_dim_;
-      scale_row(sum, sum, 1.0f / state[2 * at + 1], c_.dim);
-      write_row(static_cast<char*>(c_.out) + row_offset(block, block.head + at / rows, at % rows, c_.q_heads * c_.dim), c_.dtype,
-                sum, c_.dim);
+    for (int64_t at = 0; at < heads * rows; at += group_) write_token(block, block.head + at / rows, at % rows, sums + at * padded_dim_, state + 2 * at);
+  }
+
+  // The rows of one token for one KV head.
+  void write_token(const Block& block, int64_t head, int64_t row, float* sums, const float* state) const {
+    char* out = static_cast<char*>(c_.out) + row_offset(block, head, row, c_.q_heads * c_.dim);
+    const int64_t out_bytes = c_.dim * static_cast<int64_t>(element());
+    for (int64_t i = 0; i < group_; ++i) scale_row(sums + i * padded_dim_, sums + i * padded_dim_, 1.0f / state[2 * i + 1], c_.dim);
+    if (padded_dim_ != c_.dim) {
+      for (int64_t i = 0; i < group_; ++i) write_row(out + i * out_bytes, c_.dtype, sums + i * padded_dim_, c_.dim);
+      return;
     }
+    for (int64_t column = 0; column < c_.dim; column += kPanel)
+      isa_.store(sums + column, padded_dim_, static_cast<int>(group_), c_.dtype, out + column * static_cast<int64_t>(element()), out_bytes);
   }
 
   int64_t query_bytes() const { return c_.dim * static_cast<int64_t>(size_of(row_dtype_)); }
@@ -189,7 +199,8 @@ class Attention {
                        padded_dim_});
     for (int64_t part = 0; part < most; part += part_)
       add_values(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), page_of(next, part),
-                 weights + part * static_cast<int64_t>(size_of(row_dtype_)), sums, tiles, tile, scratch);
+                 weights + part * static_cast<int64_t>(size_of(row_dtype_)), sums, c_.window != 0 || first + part > 0, tiles, tile,
+                 scratch);
   }
 
   int64_t weight_bytes() const { return score_stride_ * static_cast<int64_t>(size_of(row_dtype_)); }
@@ -205,14 +216,14 @@ class Attention {
     }
   }
 
-  // Adds the weighted values of those tokens to the sums.
+  // The weighted values of those tokens: the sums, or what is added to them.
   void add_values(const Pages& here, int64_t offset, int64_t count, const Pages& next, const char* weights, float* sums,
-                  const Tiles& tiles, int64_t tile, char* scratch) const {
+                  bool add, const Tiles& tiles, int64_t tile, char* scratch) const {
     // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
     const int64_t k = std::min(part_, round_up(count, 2)), steps = tile_steps(c_.dtype, k);
     for (int64_t panel = 0; panel < here.values.panels(); ++panel)
       tile_.run({weights, weight_bytes(), here.values.ready_part(panel, scratch + spare_at_, offset, offset + k), k,
-                 tiles.size(tile), sums + panel * kPanel, padded_dim_, true,
+                 tiles.size(tile), sums + panel * kPanel, padded_dim_, add,
                  tiles.ahead(tile, next.values.panel(panel), kStepBytes * steps, steps)});
   }
 

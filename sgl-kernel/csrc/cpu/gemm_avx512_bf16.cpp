@@ -5,6 +5,7 @@
 
 #define SGL_BATCH_LANES 16
 #define SGL_BATCH_ROWS 12
+#define SGL_BATCH_TO_BF16(value) _mm512_cvtneps_pbh((__m512)(value))
 #include "gemm_vector.h"
 
 namespace sgl_batch {

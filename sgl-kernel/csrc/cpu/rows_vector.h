@@ -21,6 +21,10 @@ inline VecF load(const float* from) { return *reinterpret_cast<const VecFU*>(fro
 inline void store(float* to, VecF value) { *reinterpret_cast<VecFU*>(to) = value; }
 inline VecF splat(float value) { return value - VecF{}; }
 
+#ifdef SGL_BATCH_TO_BF16
+// By the instruction, for which numbers too small to be normal count as zero, as they do in its products.
+inline VecH to_bf16(VecF value) { return (VecH)SGL_BATCH_TO_BF16(value); }
+#else
 // As f32_to_bf16, into the low halves.
 inline VecH to_bf16(VecF value) {
   const VecU bits = (VecU)value;
@@ -28,6 +32,7 @@ inline VecH to_bf16(VecF value) {
   const VecU quiet = (bits >> 16) | 0x40u;
   return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded, VecH);
 }
+#endif
 
 inline void put(void* row, int column, VecF value, DType dtype) {
   if (dtype == DType::kF32)
