@@ -174,9 +174,16 @@ class Experts {
 
   void gather(const Block& block, char* rows) const {
     const size_t from_bytes = static_cast<size_t>(c_.x_stride) * size_of(c_.x_dtype);
-    for (int64_t row = block.begin; row < block.end; ++row, rows += row_bytes(c_.hidden))
-      convert_row(rows, row_dtype_, static_cast<const char*>(c_.x) + routing_.rows[row].token * from_bytes, c_.x_dtype,
-                  c_.hidden);
+    const auto* x = static_cast<const char*>(c_.x);
+    for (int64_t row = block.begin; row < block.end; ++row, rows += row_bytes(c_.hidden)) {
+      if (row + 1 < block.end)
+        fetch(x + routing_.rows[row + 1].token * from_bytes, static_cast<size_t>(c_.hidden) * size_of(c_.x_dtype));
+      convert_row(rows, row_dtype_, x + routing_.rows[row].token * from_bytes, c_.x_dtype, c_.hidden);
+    }
+  }
+
+  static void fetch(const void* from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
   }
 
   // Some columns of the output for a group of tokens: down products of all experts, then each token's sum.
@@ -202,6 +209,9 @@ class Experts {
     const int64_t width = std::min(stride, c_.hidden - first * kPanel);
     for (int64_t token = begin; token < end; ++token) {
       const int64_t place = token * c_.top_k;
+      if (token + 1 < end)
+        for (int choice = 0; choice < routing_.choices[token + 1]; ++choice)
+          fetch(products + slots[place + c_.top_k + choice - begin * c_.top_k] * stride, sizeof(float) * stride);
       weighted_sum(products, stride, slots + place - begin * c_.top_k, routing_.weights.data() + place,
                    routing_.merges.data() + place, routing_.choices[token], stride, sum);
       char* out = static_cast<char*>(c_.out) + (token * c_.hidden + first * kPanel) * size_of(c_.out_dtype);
