@@ -8,8 +8,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-# Tokens of a batch and of a pass: 2,048 rows in a pass are as many as a batch has, so that each expert has more rows.
-_BATCH_TOKENS = 2048
 # A sequence's own part of the KV cache grows in such steps.
 _CONTEXT_STEP = 256
 # ggml's type of KV where an engine is asked for float32; else its own choice, float16.
@@ -168,15 +166,16 @@ def start(spec: dict[str, Any]) -> LlamaCppRunner:
 
 
 def context_arguments(spec: dict[str, Any], most_sequences: int) -> dict[str, Any]:
-    """Return our choice of context parameters for a workload: one slot for each prompt, up to `most_sequences`."""
+    """Return our choice of context parameters for a workload: one slot for each prompt, up to `most_sequences`.
+
+    Tokens of a batch (2,048) and of a pass (512) are its own choice: passes of 2,048 take longer here.
+    """
     slots = min(len(spec["prompts"]), most_sequences)
     longest = max(len(prompt) + count for prompt, count in zip(spec["prompts"], spec["output_lens"], strict=True))
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     return {
         "n_seq_max": slots,
         "n_ctx": slots * -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP,
-        "n_batch": _BATCH_TOKENS,
-        "n_ubatch": _BATCH_TOKENS,
         "n_threads": threads,
         "n_threads_batch": threads,
         **({"type_k": _FLOAT32, "type_v": _FLOAT32} if spec["dtype"] == "float32" else {}),
