@@ -22,6 +22,7 @@ from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.distributed.rank_cores import read_cpus, share_of
 from sgl_batch.distributed.rendezvous import Rendezvous
+from sgl_batch.engine.head_start import PRELOADED
 from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError, SglBatchError
 from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.managers.failure_reporter import FailureReporter, fault_text, keep_traceback, traceback_text
@@ -73,7 +74,7 @@ class ProcessSpec:
     files). `processes`: the processes that this one has started. `preloaded`: what a fork server imports.
     """
 
-    preloaded: ClassVar = ("sgl_batch.engine.process_spec", "sgl_batch.sglang_adapter.fork_server_models")
+    preloaded: ClassVar = PRELOADED
 
     config: BatchConfig
     directory: Path
