@@ -38,6 +38,7 @@ READY, FIRST_TOKEN = "ready", "first token"
 _COMMAND_MARKS = {"0/1 lines": READY, "1/1 lines": FIRST_TOKEN}
 _SAMPLE_S = 0.05
 _MEMORY_BYTES = 2 << 30
+_PIPE_BYTES = 1 << 16
 _LOADED = re.compile(r"([\d.]+) s +[^\d ].*? model made, weights read, ([\d.]+) GB")
 _LINE = {
     "custom_id": "first",
@@ -86,22 +87,24 @@ def measure(command: list[str]) -> Start:
     """Start the program and watch it to its end. Raises RuntimeError, with its output, where it fails."""
     began, marks, text, usage = time.monotonic(), {}, [], TreeUsage()
     load_rate: float | None = None
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1) as program:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0) as program:
         assert program.stdout is not None
-        selector = selectors.DefaultSelector()
+        selector, rest = selectors.DefaultSelector(), ""
         selector.register(program.stdout, selectors.EVENT_READ)
         while True:
             usage.sample(program.pid)
             if not selector.select(timeout=_SAMPLE_S):
                 continue
-            line = program.stdout.readline()
-            if not line:
+            found = program.stdout.read(_PIPE_BYTES)
+            if not found:
                 break
-            text.append(line)
-            load_rate = load_rate_of(line) or load_rate
-            mark = mark_of(line)
-            if mark is not None:
-                marks.setdefault(mark, time.monotonic() - began)
+            *lines, rest = (rest + found.decode(errors="replace")).split("\n")
+            for line in lines:
+                text.append(f"{line}\n")
+                load_rate = load_rate_of(line) or load_rate
+                mark = mark_of(line)
+                if mark is not None:
+                    marks.setdefault(mark, time.monotonic() - began)
         code = program.wait()
     if code != 0 or set(marks) != {READY, FIRST_TOKEN}:
         raise RuntimeError(f"{' '.join(command)} ended with {code} after {sorted(marks)}:\n{''.join(text[-30:])}")
@@ -157,11 +160,11 @@ def load_table(starts: dict[str, list[Start]], bounds: list[Bounds]) -> str:
         found = _gigabytes(rates)
         if found is None:
             continue
-        shares = ""
-        if bounds:
-            least = spread(rate / min(b.direct, b.cached) for rate, b in zip(rates, bounds, strict=False))
-            shares = f"; {100 * least.median:.0f} % of the slower way to read the files" if least else ""
-        lines.append(f"| weights of {program} | {found.text(2)}{shares} |")
+        lines.append(f"| weights of {program} | {found.text(2)} |")
+        for name, limit in list(limits.items())[:2]:
+            share = spread(100 * rate / bound for rate, bound in zip(rates, limit, strict=False))
+            if share is not None:
+                lines.append(f"| of the {name} | {share.text(0)} % |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
