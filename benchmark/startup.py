@@ -4,12 +4,18 @@
 The programs start by turns: the `sgl-batch run` command over one line, and a Python program with sgl_batch's Engine or
 stock SGLang's. All answer one request for one token. Processor seconds are those of the program and of all that it
 started: unlike the others they hardly change where other programs share the cores.
+
+A warm start has the checkpoint's files in the page cache, and a cold one nothing at all; emptying the cache takes root.
+Before each round of cold starts the same files are read without an engine, past the page cache and through it, and new
+memory is taken. The load rate is that of the phase in which the model is made and its weights are read, by the log of
+--log-startup.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import selectors
 import subprocess
 import sys
@@ -18,16 +24,22 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from comparison import machine
+from comparison import machine, reading
 from comparison.child import TreeUsage
-from comparison.figures import spread
+from comparison.figures import Spread, spread
+
+from sgl_batch.checkpoint.read_ahead import weight_files
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("command", "sgl_batch", "stock")
+WARM, COLD = "warm", "cold"
 # What a program prints when it has come so far.
 READY, FIRST_TOKEN = "ready", "first token"
 _COMMAND_MARKS = {"0/1 lines": READY, "1/1 lines": FIRST_TOKEN}
 _SAMPLE_S = 0.05
+_MEMORY_BYTES = 2 << 30
+_PIPE_BYTES = 1 << 16
+_LOADED = re.compile(r"([\d.]+) s +[^\d ].*? model made, weights read, ([\d.]+) GB")
 _LINE = {
     "custom_id": "first",
     "method": "POST",
@@ -38,11 +50,24 @@ _LINE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Seconds since a program was started at each mark and at its end, and the processor seconds it took in all."""
+    """Seconds since a program was started at each mark and at its end, and the processor seconds it took in all.
+
+    load_rate: bytes of weights per second of the phase that loads them; None where the program does not say.
+    """
 
     marks_s: dict[str, float]
     end_s: float
     cpu_s: float
+    load_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Bytes per second: of the files past the page cache and through it, cold, and of new memory."""
+
+    direct: float
+    cached: float
+    memory: float
 
 
 def mark_of(line: str) -> str | None:
@@ -52,28 +77,38 @@ def mark_of(line: str) -> str | None:
     return next((mark for text, mark in _COMMAND_MARKS.items() if text in line), None)
 
 
+def load_rate_of(line: str) -> float | None:
+    """Return the bytes per second at which weights were loaded, where a line of a program's output says so."""
+    found = _LOADED.search(line)
+    return None if found is None else float(found[2]) * 1e9 / max(float(found[1]), 1e-9)
+
+
 def measure(command: list[str]) -> Start:
     """Start the program and watch it to its end. Raises RuntimeError, with its output, where it fails."""
     began, marks, text, usage = time.monotonic(), {}, [], TreeUsage()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1) as program:
+    load_rate: float | None = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0) as program:
         assert program.stdout is not None
-        selector = selectors.DefaultSelector()
+        selector, rest = selectors.DefaultSelector(), ""
         selector.register(program.stdout, selectors.EVENT_READ)
         while True:
             usage.sample(program.pid)
             if not selector.select(timeout=_SAMPLE_S):
                 continue
-            line = program.stdout.readline()
-            if not line:
+            found = program.stdout.read(_PIPE_BYTES)
+            if not found:
                 break
-            text.append(line)
-            mark = mark_of(line)
-            if mark is not None:
-                marks.setdefault(mark, time.monotonic() - began)
+            *lines, rest = (rest + found.decode(errors="replace")).split("\n")
+            for line in lines:
+                text.append(f"{line}\n")
+                load_rate = load_rate_of(line) or load_rate
+                mark = mark_of(line)
+                if mark is not None:
+                    marks.setdefault(mark, time.monotonic() - began)
         code = program.wait()
     if code != 0 or set(marks) != {READY, FIRST_TOKEN}:
         raise RuntimeError(f"{' '.join(command)} ended with {code} after {sorted(marks)}:\n{''.join(text[-30:])}")
-    return Start(marks_s=marks, end_s=time.monotonic() - began, cpu_s=usage.cpu_s)
+    return Start(marks_s=marks, end_s=time.monotonic() - began, cpu_s=usage.cpu_s, load_rate=load_rate)
 
 
 def command_of(program: str, model: Path, scratch: Path, number: int) -> list[str]:
@@ -83,7 +118,18 @@ def command_of(program: str, model: Path, scratch: Path, number: int) -> list[st
     source, output = scratch / "in.jsonl", scratch / f"out-{number}.jsonl"
     source.write_text(json.dumps(_LINE) + "\n", encoding="utf-8")
     command = [sys.executable, "-m", "sgl_batch.cli", "run", "-i", str(source), "-o", str(output)]
-    return [*command, "--model", str(model), "--served-model-name", "tiny", "--progress", "plain"]
+    return [*command, "--model", str(model), "--served-model-name", "tiny", "--progress", "plain", "--log-startup"]
+
+
+def bounds_of(files: list[Path]) -> Bounds:
+    """Measure what bounds a cold start. It leaves the page cache empty."""
+    reading.drop_caches()
+    direct = reading.direct_rate(files)
+    cached = reading.cached_rate(files)
+    reading.drop_caches()
+    memory = reading.memory_rate(_MEMORY_BYTES)
+    reading.drop_caches()
+    return Bounds(direct=direct, cached=cached, memory=memory)
 
 
 def table(starts: dict[str, list[Start]]) -> str:
@@ -100,22 +146,69 @@ def table(starts: dict[str, list[Start]]) -> str:
     return "\n".join(lines)
 
 
+def load_table(starts: dict[str, list[Start]], bounds: list[Bounds]) -> str:
+    """The load rates, and their shares of the bounds measured in the same rounds, in Markdown; empty without any."""
+    limits = {
+        "files past the page cache": [bound.direct for bound in bounds],
+        "files through the page cache": [bound.cached for bound in bounds],
+        "new memory": [bound.memory for bound in bounds],
+    }
+    lines = ["| | GB/s |", "| --- | ---: |"]
+    lines += [f"| {name} | {found.text(2)} |" for name, rates in limits.items() if (found := _gigabytes(rates))]
+    for program, own in starts.items():
+        rates = [start.load_rate for start in own if start.load_rate is not None]
+        found = _gigabytes(rates)
+        if found is None:
+            continue
+        lines.append(f"| weights of {program} | {found.text(2)} |")
+        for name, limit in list(limits.items())[:2]:
+            share = spread(100 * rate / bound for rate, bound in zip(rates, limit, strict=False))
+            if share is not None:
+                lines.append(f"| of the {name} | {share.text(0)} % |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _gigabytes(rates: list[float]) -> Spread | None:
+    return spread(rate / 1e9 for rate in rates)
+
+
+def run_rounds(caches: str, options: argparse.Namespace, files: list[Path]) -> None:
+    """Measure all programs by turns with the page cache warm or cold, and print each start and the tables."""
+    starts: dict[str, list[Start]] = {program: [] for program in options.programs}
+    bounds: list[Bounds] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in range(options.rounds):
+            if caches == COLD:
+                bounds.append(bounds_of(files))
+            for program, own in starts.items():
+                if caches == COLD:
+                    reading.drop_caches()
+                else:
+                    reading.cached_rate(files)
+                start = measure(command_of(program, options.model, Path(scratch), number))
+                own.append(start)
+                marks = ", ".join(f"{mark} {seconds:.1f} s" for mark, seconds in start.marks_s.items())
+                print(f"round {number + 1}, {caches}: {program}: {marks}, end {start.end_s:.1f} s", flush=True)
+    print(f"\n{caches.capitalize()}, seconds, median (smallest-largest) of {options.rounds} rounds:\n\n{table(starts)}")
+    print(f"\n{load_table(starts, bounds)}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "test" / "models" / "tiny-qwen3-moe")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--caches", nargs="+", choices=(WARM, COLD), default=[WARM])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    files = weight_files(options.model)
     print(f"{machine.describe(machine.hardware())}, {machine.source(ROOT)}", flush=True)
-    starts: dict[str, list[Start]] = {program: [] for program in options.programs}
-    with tempfile.TemporaryDirectory() as scratch:
-        for number in range(options.rounds):
-            for program, own in starts.items():
-                start = measure(command_of(program, options.model, Path(scratch), number))
-                own.append(start)
-                marks = ", ".join(f"{mark} {seconds:.1f} s" for mark, seconds in start.marks_s.items())
-                print(f"round {number + 1}: {program}: {marks}, end {start.end_s:.1f} s", flush=True)
-    print(f"\nSeconds, median (smallest-largest) of {options.rounds} rounds:\n\n{table(starts)}")
+    print(f"{options.model}: {reading.total_bytes(files) / 1e9:.2f} GB in {len(files)} files", flush=True)
+    for caches in options.caches:
+        why_not = reading.why_not_droppable() if caches == COLD else None
+        if why_not is None:
+            run_rounds(caches, options, files)
+        else:
+            print(f"no cold starts: {why_not}", flush=True)
 
 
 if __name__ == "__main__":

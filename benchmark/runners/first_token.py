@@ -10,7 +10,8 @@ if __name__ == "__main__":
     from runners.sglang_engines import start
 
     name, model = sys.argv[1:]
-    runner = start({"engine": name, "model": model, "dtype": "auto", "arguments": {}})
+    arguments = {} if name == "stock" else {"log_startup": True}
+    runner = start({"engine": name, "model": model, "dtype": "auto", "arguments": arguments})
     print("ready", flush=True)
     runner.generate([[1, 2, 3]], [1])
     print("first token", flush=True)

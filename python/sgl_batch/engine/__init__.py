@@ -13,6 +13,9 @@ __all__ = ["Engine"]
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
+        from sgl_batch.engine.head_start import begin_fork_server_early
+
+        begin_fork_server_early()
         from sgl_batch.engine.engine import Engine
 
         return Engine

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from sgl_batch.planner.refinement import PlanBasis
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.workload import Workload
 from sgl_batch.sglang_adapter import processes
-from sgl_batch.sglang_adapter.child_processes import FORKSERVER, SPAWN
+from sgl_batch.sglang_adapter.child_processes import FORK, FORKSERVER, SPAWN
 from sgl_batch.sglang_adapter.faults import error_text
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
@@ -72,7 +73,8 @@ class Engine(processes.RankedEngine):
         self.run_detokenizer_process_func = spec.detokenizer
         start_log = spec.start_log("program", from_process=False)
         self._own_loop = OwnLoop()
-        with processes.platform(platform), launch.start_errors(spec):
+        ahead = nullcontext() if start_method == FORK else spec.weights_ahead(server_args)
+        with processes.platform(platform), launch.start_errors(spec), ahead:
             super().__init__(server_args=server_args)
         self.own_processes = processes.processes_of(self.get_all_child_pids())
         infos = spec.infos(self._scheduler_init_result.scheduler_infos)

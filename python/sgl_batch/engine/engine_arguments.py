@@ -11,12 +11,14 @@ from typing import Any, NoReturn
 
 from sgl_batch import config_flags
 from sgl_batch.checkpoint.model_directory import ModelSource
+from sgl_batch.checkpoint.read_ahead import ReadAhead
 from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.workload import Workload
 from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
 from sgl_batch.startup.model_checks import check_any_device
 from sgl_batch.startup.start_plan import StartPlan, asked_workload
+from sgl_batch.startup.weights_ahead import weights_ahead
 
 _CONFIG_FILE = "--config"
 _UNRECOGNIZED = "unrecognized arguments: "
@@ -78,10 +80,11 @@ def build_parser(argv: Sequence[str], add_more: Callable[[argparse.ArgumentParse
     return parser
 
 
-def _check_early(argv: Sequence[str]) -> None:
+def _check_early(argv: Sequence[str]) -> ReadAhead:
     """Find mistakes in our flags and in the model's files before SGLang's slow import. Raises ConfigError.
 
-    Its result is not used: `build_arguments` reads all flags again, with a --config file and abbreviated flags.
+    Returns what reads the weights ahead during that import. The flags themselves are not used: `build_arguments` reads
+    all of them again, with a --config file and abbreviated flags.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     config_flags.add_cli_flags(parser)
@@ -90,9 +93,10 @@ def _check_early(argv: Sequence[str]) -> None:
     parser.add_argument("--model-path", "--model", dest="model")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     args = parser.parse_known_args(list(argv))[0]
-    asked_workload(config_flags.from_args(args))
+    config = config_flags.from_args(args)
+    asked_workload(config)
     if _CONFIG_FILE in argv or {"-h", "--help"} & set(argv):
-        return
+        return weights_ahead(None, weights=config.memory.weights)
     if args.model is None:
         raise ConfigError("no model is given; name its directory, or its name on the hub, with --model-path")
     source = ModelSource(
@@ -104,6 +108,9 @@ def _check_early(argv: Sequence[str]) -> None:
         is_overridden=args.json_model_override_args is not None,
     )
     check_any_device(source)
+    return weights_ahead(
+        args.model, revision=args.revision, load_format=args.load_format, weights=config.memory.weights
+    )
 
 
 def _what_defaults_depend_on(argv: Sequence[str]) -> argparse.Namespace:
@@ -129,8 +136,8 @@ def build_arguments(
     `near`: other flags of the program, which an unknown flag may mean. `workload` returns the batch for which sizes are
     planned, or None where it is not known; it gets the directory of the tokenizer, where that is here.
     """
-    _check_early(argv)
-    with template(_what_defaults_depend_on(argv).device) as can_fork:
+    # It ends with the imports, because a process with a thread cannot be forked. The scheduler process goes on with it.
+    with _check_early(argv), template(_what_defaults_depend_on(argv).device) as can_fork:
         from sgl_batch.engine import launch
         from sgl_batch.engine.engine import make_server_args, model_source
         from sgl_batch.sglang_adapter.processes import argument_names, merge_config_file

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any, ClassVar, cast
 
 import torch
 
+from sgl_batch.checkpoint.read_ahead import ReadAhead
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.topology import Topology
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.distributed.rank_cores import read_cpus, share_of
 from sgl_batch.distributed.rendezvous import Rendezvous
+from sgl_batch.engine.head_start import PRELOADED
 from sgl_batch.errors import BAD_USAGE, ConfigError, EngineError, SglBatchError
 from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.managers.failure_reporter import FailureReporter, fault_text, keep_traceback, traceback_text
@@ -45,6 +48,7 @@ from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.startup.expert_setup import ExpertSetup
+from sgl_batch.startup.weights_ahead import weights_ahead
 
 _NO_START = "the engine did not start: "
 _LONGEST_SOCKET = 107  # characters of a socket's name that the kernel takes
@@ -70,7 +74,7 @@ class ProcessSpec:
     files). `processes`: the processes that this one has started. `preloaded`: what a fork server imports.
     """
 
-    preloaded: ClassVar = ("sgl_batch.engine.process_spec", "sgl_batch.sglang_adapter.fork_server_models")
+    preloaded: ClassVar = PRELOADED
 
     config: BatchConfig
     directory: Path
@@ -154,7 +158,7 @@ class ProcessSpec:
         ranks = replace(self, start_method=FORKSERVER) if self.start_method == FORK else self
         with reporter.end_on_error():
             _begin_as_child(self)
-            with start_method_of(ranks):
+            with start_method_of(ranks), self.weights_ahead(cast(ServerArgs, kwargs["server_args"])):
                 run_rank_controller(reporter, **kwargs)
 
     def detokenizer(self, *args: object, **kwargs: object) -> None:
@@ -164,6 +168,15 @@ class ProcessSpec:
             _begin_as_child(self)
             self.start_log("detokenizer").end("process begun, programs imported")
             processes.run_detokenizer_with(reporter.end, *args, **kwargs)
+
+    def weights_ahead(self, server_args: ServerArgs) -> ReadAhead:
+        """Return what reads the model's weights ahead. A process in which it is entered must not be forked."""
+        return weights_ahead(
+            server_args.model_path,
+            revision=server_args.revision,
+            load_format=server_args.load_format,
+            weights=self.config.memory.weights,
+        )
 
     def start_log(self, process: str, *, from_process: bool = True) -> StartLog:
         """Return a process's log of the start; one that logs nothing where none was asked for."""
@@ -186,7 +199,9 @@ def run_scheduler_process(spec: ProcessSpec, *args: object, **kwargs: object) ->
     reporter = spec.failure_reporter(name, is_rank=is_rank)
     with reporter.end_on_error():
         _begin_as_child(spec)
-        _run_scheduler(spec, reporter, *args, **kwargs)
+        # For several ranks, the controller reads.
+        with nullcontext() if is_rank else spec.weights_ahead(cast(ServerArgs, args[_SERVER_ARGS])):
+            _run_scheduler(spec, reporter, *args, **kwargs)
 
 
 def _run_scheduler(spec: ProcessSpec, reporter: FailureReporter, *args: object, **kwargs: object) -> None:

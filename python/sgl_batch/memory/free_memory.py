@@ -7,10 +7,12 @@ import mmap
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from sgl_batch.memory.page_advice import advise
+
+if TYPE_CHECKING:
+    import torch
 
 _ROOT = Path("/")
 _libc = ctypes.CDLL(None)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 HUGE_PAGE_BYTES = 2 << 20
 

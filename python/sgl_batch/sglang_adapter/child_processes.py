@@ -11,7 +11,7 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +37,14 @@ _CPU_ENVIRONMENT = {
 # numpy's BLAS starts threads when it is imported, and a process with threads cannot be forked safely. We do not compute
 # with it.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+# What SGLang sets before it starts processes, for arguments that are not given.
+_SET_BY_SGLANG = {
+    "SGLANG_DISABLE_OUTLINES_DISK_CACHE": "0",
+    "SGLANG_ENABLE_CP_V2": "True",
+    "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "0",
+    "SGLANG_ENABLE_TORCH_COMPILE": "0",
+    "SGLANG_USE_CUDA_IPC_TRANSPORT": "0",
+}
 
 
 @contextmanager
@@ -115,6 +123,15 @@ def start_method_of(process_function: Callable[..., Any]) -> Iterator[None]:
             yield
         finally:
             multiprocessing.set_start_method(before, force=True)
+
+
+def begin_fork_server(name: str, modules: Sequence[str]) -> None:
+    """Start the fork server of processes on SGLang's platform `name` now; it imports `modules` by itself.
+
+    It serves engines whose arguments leave SGLang's environment at its defaults; others start another one.
+    """
+    with platform(name), environment({}, {**_ONE_THREAD, **_SET_BY_SGLANG}):
+        fork_server.begin(modules)
 
 
 def is_single_threaded() -> bool:

@@ -30,7 +30,11 @@ from sgl_batch.sglang_adapter.process_title import find_title
 # The module that the server imports last.
 _AFTER_IMPORTS = "sgl_batch.sglang_adapter.fork_server_process"
 # Variables that change from engine to engine; no library reads them when it is imported.
-_CHANGING = frozenset({"COLUMNS", "LINES", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST", "SGLANG_RUN_ID"})
+_CHANGING = frozenset(
+    {"COLUMNS", "LINES", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST", "SGLANG_RUN_ID", "TORCHINDUCTOR_CACHE_DIR"}
+)
+# Beginnings of variables of a GPU's libraries, which SGLang sets when an engine starts. A fork server has no GPU.
+_OF_GPUS = ("CUDA_", "CUTE_DSL_", "DG_JIT_", "NCCL_", "TLLM_", "TRTLLM_")
 _STREAMS = (1, 2)
 
 
@@ -109,6 +113,11 @@ def served_by_fork_server(modules: Sequence[str]) -> Iterator[None]:
         forkserver.connect_to_new_process = connect
 
 
+def begin(modules: Sequence[str]) -> None:
+    """Start the server of this environment, which then imports `modules` while this process goes on."""
+    _own.of(os.environ, modules).ensure_running()
+
+
 @contextmanager
 def keeping_servers() -> Iterator[None]:
     """Inside, keep the server of every environment for a return to it, because a new one takes many seconds.
@@ -162,7 +171,7 @@ class CallerEnvironment:
         if getattr(get_spawning_popen(), "method", None) != "forkserver":  # other children inherit them
             return CallerEnvironment, ()
         streams = tuple(DupFd(number) for number in _STREAMS)
-        return CallerEnvironment, (streams, {key: os.environ[key] for key in _CHANGING & os.environ.keys()})
+        return CallerEnvironment, (streams, {key: value for key, value in os.environ.items() if _changes(key)})
 
     def take(self) -> None:
         """Use the carried streams and variables in this process from now on."""
@@ -175,4 +184,8 @@ class CallerEnvironment:
 
 
 def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in environment.items() if key not in _CHANGING}
+    return {key: value for key, value in environment.items() if not _changes(key)}
+
+
+def _changes(variable: str) -> bool:
+    return variable in _CHANGING or variable.startswith(_OF_GPUS)

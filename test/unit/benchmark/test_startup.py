@@ -5,7 +5,20 @@ from __future__ import annotations
 import sys
 
 import pytest
-from startup import FIRST_TOKEN, PROGRAMS, READY, Start, command_of, mark_of, measure, table
+from comparison import reading
+from startup import (
+    FIRST_TOKEN,
+    PROGRAMS,
+    READY,
+    Bounds,
+    Start,
+    command_of,
+    load_rate_of,
+    load_table,
+    mark_of,
+    measure,
+    table,
+)
 
 WORKS = """
 import sys
@@ -51,3 +64,44 @@ def test_the_table_has_a_line_for_each_program():
     starts = [Start(marks_s={READY: 1.0 * n, FIRST_TOKEN: 2.0 * n}, end_s=3.0 * n, cpu_s=4.0) for n in (1, 2, 3)]
     line = "| command | 2.0 (1.0-3.0) | 4.0 (2.0-6.0) | 6.0 (3.0-9.0) | 4.0 (4.0-4.0) |"
     assert table({"command": starts}).splitlines()[-1] == line
+
+
+@pytest.mark.parametrize(
+    ("line", "rate"),
+    [
+        ("  11.12 s    4.00 s  scheduler    model made, weights read, 2.00 GB at 0.50 GB/s", 0.5e9),
+        ("  11.12 s    0.50 s  rank 1       model made, weights read, 2.00 GB at 4.00 GB/s", 4e9),
+        ("  11.12 s    3.82 s  scheduler    weights packed", None),
+        ("ready", None),
+    ],
+)
+def test_the_load_rate_is_read_from_the_log_of_the_start(line, rate):
+    assert load_rate_of(line) == rate
+
+
+def test_load_rates_are_compared_with_both_ways_to_read_the_same_files():
+    starts = {"command": [Start(marks_s={}, end_s=1.0, cpu_s=1.0, load_rate=1.2e9)]}
+    lines = load_table(starts, [Bounds(direct=3e9, cached=1.5e9, memory=9e9)]).splitlines()
+    assert "| files through the page cache | 1.50 |" in lines
+    assert lines[-3:] == [
+        "| weights of command | 1.20 |",
+        "| of the files past the page cache | 40 % |",
+        "| of the files through the page cache | 80 % |",
+    ]
+
+
+def test_programs_that_report_no_load_have_no_table():
+    assert load_table({"stock": [Start(marks_s={}, end_s=1.0, cpu_s=1.0)]}, []) == ""
+
+
+def test_files_are_read_whole_and_new_memory_is_taken(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"x" * 10_000)
+    assert reading.total_bytes([file]) == 10_000
+    assert reading.cached_rate([file]) > 0
+    assert reading.memory_rate(4 << 20) > 0
+
+
+def test_a_program_that_may_not_empty_the_page_cache_says_what_it_needs(monkeypatch, tmp_path):
+    monkeypatch.setattr(reading, "_DROP", tmp_path / "missing")
+    assert "run as root" in reading.why_not_droppable()

@@ -32,7 +32,7 @@ def test_a_process_takes_its_own_gpu_before_anything_asks_for_the_current_one(
     monkeypatch.setattr(process_spec.torch.cuda, "get_device_name", note("get_device_name"))
     monkeypatch.setattr(process_spec, "GpuExperts", note("experts"))
     spec = ProcessSpec(config=BatchConfig(), directory=tmp_path, start_method="spawn", graphs=note("graphs"))
-    server_args = SimpleNamespace(dp_size=1)
+    server_args = SimpleNamespace(dp_size=1, model_path="model", revision=None, load_format="dummy")
     run_scheduler_process(spec, server_args, None, 3, 0, 0, 0, 0, 0, None, None)
     assert asked == ["set_device 3", "get_device_name", "experts auto", "graphs", "SGLang"]
 

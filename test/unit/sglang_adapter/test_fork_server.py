@@ -98,6 +98,18 @@ def test_two_processes_come_from_one_server_that_has_imported_for_them(program):
     assert printed_by(program(text)) == ["from the child"] * 2
 
 
+def test_a_server_that_begins_early_serves_an_engine_of_default_arguments(program):
+    text = """
+    from sgl_batch.sglang_adapter.child_processes import _SET_BY_SGLANG, begin_fork_server, environment, platform
+    begin_fork_server("some platform", ("owning",))
+    early = {child.pid for child in psutil.Process().children()}
+    with platform("some platform"), environment(_SET_BY_SGLANG):
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"
+        assert answer(owner.tell)[1] in early
+"""
+    assert printed_by(program(text)) == ["from the child"]
+
+
 def test_in_another_environment_another_server_imports_anew_and_the_first_ends_with_its_processes(program):
     text = """
     served, first, parent, inherited, *_ = answer(owner.tell)

@@ -174,6 +174,8 @@ class ServerArgs(Protocol):
     host: str
     port: int
     model_path: str
+    revision: str | None
+    load_format: str
     attention_backend: str | None
     enable_deterministic_inference: bool
     api_key: str | None

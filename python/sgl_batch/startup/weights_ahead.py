@@ -1,0 +1,51 @@
+"""Owns which weights of a start are read ahead, and how many: those that the loader will read whole, if memory is free.
+
+Imports take seconds, in which the disk would wait. They need one core, and reading ahead needs little of another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from sgl_batch.checkpoint.model_directory import cached_directory
+from sgl_batch.checkpoint.read_ahead import ReadAhead, weight_files
+from sgl_batch.memory.free_memory import free_bytes
+
+logger = logging.getLogger(__name__)
+
+# The formats whose loader reads a directory's files from end to end.
+_FORMATS = (None, "auto", "safetensors", "pt", "npcache", "gguf")
+
+
+def weights_ahead(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    load_format: object = None,
+    weights: str,
+    free: Callable[[], int] = free_bytes,
+) -> ReadAhead:
+    """Return what reads a model's weights ahead while it is entered. Never fails: then it reads nothing.
+
+    At most half of the free memory is filled, because the loaded weights take as much again: what is read would
+    otherwise leave the page cache before it is loaded.
+
+    Args:
+        model: A directory, a .gguf file, or a name on the hub, whose files are read if they are in the local cache.
+        revision: Of a name on the hub.
+        load_format: As SGLang's --load-format.
+        weights: As --weights. Streamed experts are read past the page cache, when they are needed.
+        free: Returns the bytes of free memory.
+    """
+    if model is None or weights != "resident" or load_format not in _FORMATS:
+        return ReadAhead([], 0)
+    try:
+        path = Path(model) if os.path.exists(model) else cached_directory(model, revision)
+        files = [] if path is None else weight_files(path)
+        return ReadAhead(files, free() // 2)
+    except (ImportError, OSError, ValueError, LookupError) as error:
+        logger.debug("weights are not read ahead: %s", error)
+        return ReadAhead([], 0)
