@@ -12,7 +12,7 @@
 namespace sgl_batch {
 namespace {
 
-constexpr float kLargest = 127.0f;
+constexpr int32_t kLargest = 127;
 constexpr float kNearest = 12582912.0f;  // 1.5 * 2^23: added, the nearest whole number stands in the low bits
 constexpr uint32_t kNearestBits = 0x4b400000u;
 constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
@@ -31,21 +31,29 @@ SGL_BATCH_CLONES uint32_t largest_bits(const float* row, int64_t k) {
 SGL_BATCH_CLONES int32_t divide_row(const float* __restrict row, int64_t k, float scale, int8_t* __restrict to) {
   int32_t sum = 0;
   for (int64_t i = 0; i < k; ++i) {
-    float share = row[i] / scale;
-    share = share > kLargest ? kLargest : share;
-    share = share < -kLargest ? -kLargest : share;
-    const auto rounded = static_cast<int32_t>(__builtin_bit_cast(uint32_t, share + kNearest) - kNearestBits);
+    // Beyond the largest only where the scale is so small that it is not exact.
+    auto rounded = static_cast<int32_t>(__builtin_bit_cast(uint32_t, row[i] / scale + kNearest) - kNearestBits);
+    rounded = rounded > kLargest ? kLargest : rounded;
+    rounded = rounded < -kLargest ? -kLargest : rounded;
     to[i] = static_cast<int8_t>(rounded);
     sum += rounded;
   }
   return sum;
 }
 
-SGL_BATCH_CLONES void scale_panel(const int32_t* __restrict sums, int rows, const float* __restrict row_scales,
+// Indices of 64 bits: of 32 they could go around, and the loop would not become vectors.
+SGL_BATCH_CLONES void scale_row(const int32_t* __restrict sums, float row_scale, const float* __restrict columns,
+                                float* __restrict to, int64_t width) {
+  for (int64_t j = 0; j < width; ++j) to[j] = static_cast<float>(sums[j]) * row_scale * columns[j];
+}
+
+SGL_BATCH_CLONES void scale_panel(const int32_t* __restrict sums, int64_t rows, const float* __restrict row_scales,
                                   const float* __restrict columns, float* __restrict to, int64_t stride) {
-  for (int i = 0; i < rows; ++i) {
+  for (int64_t i = 0; i < rows; ++i) {
     const float row_scale = row_scales[i];
-    for (int j = 0; j < kPanel; ++j) to[i * stride + j] = static_cast<float>(sums[i * kPanel + j]) * row_scale * columns[j];
+    const int32_t* __restrict from = sums + i * kPanel;
+    float* __restrict row = to + i * stride;
+    for (int64_t j = 0; j < kPanel; ++j) row[j] = static_cast<float>(from[j]) * row_scale * columns[j];
   }
 }
 
@@ -67,7 +75,8 @@ void round_row(const float* row, int64_t k, const Int8Rows& to, int64_t index) {
     return;
   }
   // Of numbers so small that their scale would be nothing, too, nothing is left.
-  const float share = __builtin_bit_cast(float, most) / kLargest, scale = share == 0.0f ? 1.0f : share;
+  const float share = __builtin_bit_cast(float, most) / static_cast<float>(kLargest),
+              scale = share == 0.0f ? 1.0f : share;
   to.starts[index] = -kUnsignedShift * divide_row(row, k, scale, rounded);
   to.scales[index] = scale;
   std::memset(rounded + k, 0, static_cast<size_t>(to.stride - k));
@@ -88,9 +97,7 @@ void scale_sums(const int32_t* sums, int rows, int64_t width, const Scaling& by,
   if (width == kPanel)
     scale_panel(sums, rows, by.rows, by.columns, to, stride);
   else
-    for (int i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < width; ++j)
-        to[i * stride + j] = static_cast<float>(sums[i * kPanel + j]) * by.rows[i] * by.columns[j];
+    for (int64_t i = 0; i < rows; ++i) scale_row(sums + i * kPanel, by.rows[i], by.columns, to + i * stride, width);
   if (by.bias != nullptr)
     for (int i = 0; i < rows; ++i) add_row(to + i * stride, by.bias, width);
 }
