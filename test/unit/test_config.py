@@ -34,6 +34,7 @@ OTHER = {
     "start_choices": "{}",
     "decode_graph_memory": 2 << 30,
     "cpu_weight_dtype": "int8",
+    "cpu_activations": "int8",
     "on_yield": "callbacks:round_kv",
     "weights": "streamed",
     "weight_memory": 1 << 30,

@@ -1,4 +1,4 @@
-"""Products of int8 with int8 of the native kernels: linear ones bit by bit, experts up to the activation between them."""
+"""The native products of int8 with int8: linear ones bit by bit, experts up to the activation between them."""
 
 from __future__ import annotations
 
