@@ -28,6 +28,7 @@ from comparison.workload import (
     model_config,
     random_workload,
 )
+from runners.sglang_engines import VARIANTS
 
 from sgl_batch.errors import ConfigError
 
@@ -37,16 +38,17 @@ MADE = {"qwen3-moe": 12, "qwen3": 28}
 DESCRIPTION = """\
 Measure the same offline workload through several engines, each in a fresh process, alternating round by round.
 
-  sgl_batch                sgl_batch.Engine
-  sgl_batch_no_accumulate  the same with accumulate=False: experts called once per attention sub-batch
-  sgl_batch_no_sharing     the same with share_prefixes=False: each prompt computed whole
-  sgl_batch_int8           the same with cpu_weight_dtype=int8
-  stock                    stock SGLang, on a CPU with the smallest shim that lets it start
-  hf                       Hugging Face transformers, generate() over static batches
-  vllm                     vLLM
-  openvino                 OpenVINO GenAI, of a model in its own format: --engine-arg openvino:converted=DIR
-  llamacpp                 llama.cpp, of a model in its own format: --engine-arg llamacpp:converted=FILE; at most 256
-                           sequences at once, which is its limit
+  sgl_batch                   sgl_batch.Engine
+  sgl_batch_no_accumulate     the same with accumulate=False: experts called once per attention sub-batch
+  sgl_batch_no_sharing        the same with share_prefixes=False: each prompt computed whole
+  sgl_batch_int8              the same with cpu_weight_dtype=int8
+  sgl_batch_int8_activations  the same with cpu_weight_dtype=int8 and cpu_activations=int8
+  stock                       stock SGLang, on a CPU with the smallest shim that lets it start
+  hf                          Hugging Face transformers, generate() over static batches
+  vllm                        vLLM
+  openvino                    OpenVINO GenAI, of a model in its own format: --engine-arg openvino:converted=DIR
+  llamacpp                    llama.cpp, of a model in its own format: --engine-arg llamacpp:converted=FILE; at most 256
+                              sequences at once, which is its limit
 
 Engines that are not installed here run from environments of their own (--engine-env); benchmark/peers/ makes them.
 
@@ -200,7 +202,7 @@ def parse_engine_arguments(texts: list[str], labels: Iterable[str] = ()) -> dict
             given[engine][name] = json.loads(value)
         except ValueError:
             given[engine][name] = value
-    for variant in ("sgl_batch_no_accumulate", "sgl_batch_no_sharing", "sgl_batch_int8"):
+    for variant in VARIANTS:
         given[variant] = {**given["sgl_batch"], **given[variant]}
     return {label: {**given[engine_of(label)], **arguments} for label, arguments in given.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ import torch.nn.functional as F
 
 from kernel_rates.shapes import Shapes
 from kernel_rates.work import Work
+from sgl_batch.layers.int8_weights import to_int8
 from sgl_batch.layers.moe.cpu_experts import combined_experts
 
 PRODUCT, READ = "product", "read"
+# Weights and rows rounded to int8.
+INT8 = "int8 by int8"
 _SIDE = 4096
 _READ_BYTES = 1 << 30
 
@@ -61,11 +65,28 @@ def linear_work(kernels: Any, shapes: Shapes, rows: list[int]) -> Iterator[Work]
             size = {"flops": 2 * count * n * k, "num_bytes": 2 * (n * k + count * (n + k))}
             for by, product, weights in (("sgl_batch", kernels.linear, packed), ("F.linear", F.linear, plain)):
                 yield Work(**about, **size, by=by, run=_each_in_turn(product, x, itertools.cycle(weights)))
+        if name != "lm_head":
+            yield from _int8_linear_work(kernels, f"linear {name} {n} x {k}", plain, rows)
 
 
-def _each_in_turn(
-    product: Callable[..., object], x: torch.Tensor, weights: Iterator[torch.Tensor]
-) -> Callable[[], object]:
+def _int8_linear_work(kernels: Any, table: str, plain: list[torch.Tensor], rows: list[int]) -> Iterator[Work]:
+    """Return the same layers in int8; the output projection stays as it is."""
+    rounded = [to_int8(weight[None]) for weight in plain]
+    for weight, _ in rounded:
+        kernels.pack_quads_(weight)
+    n, k = plain[0].shape
+
+    def product(x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor]) -> object:
+        return kernels.linear_int8(x, weight[0][0], scales=weight[1])
+
+    for count in rows:
+        x = torch.randn(count, k).bfloat16()
+        size = {"flops": 2 * count * n * k, "num_bytes": n * k + 2 * count * (n + k)}
+        run = _each_in_turn(product, x, itertools.cycle(rounded))
+        yield Work(table=table, row=f"{count} rows", by=INT8, **size, run=run)
+
+
+def _each_in_turn(product: Callable[..., object], x: torch.Tensor, weights: Iterator[Any]) -> Callable[[], object]:
     return lambda: product(x, next(weights))
 
 
@@ -102,26 +123,47 @@ def expert_work(kernels: Any, shapes: Shapes, tokens_per_expert: list[int], laye
     for w13, w2 in packed:
         kernels.pack_(w13.view(2 * e, i, m))
         kernels.pack_(w2)
+    rounded = [(*_in_quads(kernels, w13, 2), *_in_quads(kernels, w2, 1)) for w13, w2 in plain]
     ways = {
-        "sgl_batch": (kernels.experts, packed),
-        "grouped_mm": (grouped_mm_experts, plain),
-        "F.linear": (combined_experts, plain),
+        "sgl_batch": (kernels.experts, packed, 2),
+        INT8: (partial(_int8_experts, kernels), rounded, 1),
+        "grouped_mm": (grouped_mm_experts, plain, 2),
+        "F.linear": (combined_experts, plain, 2),
     }
     for count in tokens_per_expert:
         tokens = count * e // shapes.top_k
         x = torch.randn(tokens, m).bfloat16()
         routing = balanced_routing(tokens, shapes)
         flops = 2 * count * e * shapes.expert_elements
-        num_bytes = 2 * e * shapes.expert_elements + 4 * tokens * m
-        for by, (compute, weights) in ways.items():
+        for by, (compute, weights, weight_bytes) in ways.items():
+            num_bytes = weight_bytes * e * shapes.expert_elements + 4 * tokens * m
             run = _layer_in_turn(compute, x, itertools.cycle(weights), routing)
             yield Work(table="experts", row=f"{count}", by=by, flops=flops, num_bytes=num_bytes, run=run)
+
+
+def _in_quads(kernels: Any, weight: torch.Tensor, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights of experts in int8, packed, each half of the outputs by itself, and their scales."""
+    rounded, scales = to_int8(weight)
+    kernels.pack_quads_(rounded.view(halves * len(weight), -1, weight.shape[2]))
+    return rounded, scales
+
+
+def _int8_experts(
+    kernels: Any,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scales: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scales: torch.Tensor,
+    *routing: torch.Tensor,
+) -> object:
+    return kernels.experts_int8(x, w13, w2, *routing, w13_scales=w13_scales, w2_scales=w2_scales)
 
 
 def _layer_in_turn(
     compute: Callable[..., object],
     x: torch.Tensor,
-    layers: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    layers: Iterator[tuple[torch.Tensor, ...]],
     routing: tuple[torch.Tensor, torch.Tensor],
 ) -> Callable[[], object]:
     return lambda: compute(x, *next(layers), *routing)

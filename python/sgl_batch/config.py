@@ -16,6 +16,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.named_function import check_name
 
 CPU_WEIGHT_DTYPES = ("auto", "int8")
+CPU_ACTIVATIONS = ("model", "int8")
 DECODE_FORWARDS = ("auto", "measure", "default", "coroutine", "eager", "sglang")
 KV_STORE_MODES = ("auto", "inclusive", "exclusive")
 DECODE_KV_MODES = ("auto", "resident", "streamed")
@@ -97,6 +98,13 @@ class ForwardConfig:
         "with one scale per output, but not routers and the output projection; int8 halves the memory and changes "
         "tokens",
         choices=CPU_WEIGHT_DTYPES,
+    )
+    cpu_activations: str = _flag(
+        "model",
+        "number type in which rows meet int8 weights on a CPU; model: the model's; int8: each row is rounded with a "
+        "scale of its own, and products add up exactly, in about half the time where the CPU has AVX512-VNNI; int8 needs "
+        "--cpu-weight-dtype int8 and resident weights, and changes tokens",
+        choices=CPU_ACTIVATIONS,
     )
     on_yield: str | None = _flag(
         None,

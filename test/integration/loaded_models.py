@@ -48,7 +48,7 @@ def load_worker(
     wanted |= {"log_level": "error", "max_total_tokens": PAGES * PAGE, "skip_tokenizer_init": True, **(sglang or {})}
     server_args = make_server_args(wanted, config)
     set_global_server_args_for_scheduler(server_args)
-    operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
+    operators = CpuOperators(counters, config.forward)
     operators.register()
     context = RunContext(
         in_force=PlanInForce(config),

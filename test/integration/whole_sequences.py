@@ -13,12 +13,17 @@ from transformers import AutoModelForCausalLM
 class WholeSequences:
     """Hugging Face's model of a checkpoint, in float32, and the experts that it chooses for a whole sequence."""
 
-    def __init__(self, path: str) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    def __init__(self, path: str, **options: Any) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
         self._chosen: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._model.model.layers):
             if hasattr(layer.mlp, "experts"):
                 layer.mlp.experts.register_forward_pre_hook(self._recorder(index))
+
+    @property
+    def router_and_head_outputs(self) -> tuple[int, int]:
+        config = self._model.config
+        return getattr(config, "num_experts", None) or config.num_local_experts, config.vocab_size
 
     def _recorder(self, layer: int) -> Any:
         def record(_: Any, arguments: tuple[Any, ...]) -> None:

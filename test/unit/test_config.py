@@ -34,6 +34,7 @@ OTHER = {
     "start_choices": "{}",
     "decode_graph_memory": 2 << 30,
     "cpu_weight_dtype": "int8",
+    "cpu_activations": "int8",
     "on_yield": "callbacks:round_kv",
     "weights": "streamed",
     "weight_memory": 1 << 30,
@@ -120,6 +121,7 @@ def test_every_option_reaches_its_owner():
             start_choices="{}",
             decode_graph_memory=2 << 30,
             cpu_weight_dtype="int8",
+            cpu_activations="int8",
             on_yield="callbacks:round_kv",
         ),
         memory=MemoryConfig(

@@ -22,6 +22,7 @@ _BUILT_WITH: dict[str, tuple[str, ...] | None] = {
         "start_choices",
         "decode_graph_memory",
         "cpu_weight_dtype",
+        "cpu_activations",
         "on_yield",
     ),
     "schedule": ("order", "admission", "drafter"),

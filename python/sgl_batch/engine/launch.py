@@ -28,7 +28,7 @@ from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
-from sgl_batch.startup.argument_checks import check_budgets, check_callbacks, check_ranges
+from sgl_batch.startup.argument_checks import check_activations, check_budgets, check_callbacks, check_ranges
 from sgl_batch.startup.family_arguments import family_arguments
 from sgl_batch.startup.gpu_arguments import chosen_arguments, machine_facts, model_facts
 from sgl_batch.startup.model_checks import check_this_device
@@ -99,6 +99,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     """Return SGLang's arguments, with our defaults where none was given. Raises ConfigError for what cannot work."""
     check_runner(config.forward.expert_runner, on_cpu=on_cpu(kwargs))
     _check_weight_dtype(config.forward, on_cpu=on_cpu(kwargs))
+    check_activations(config.forward, config.memory)
     merged = default_arguments(kwargs, config.forward.b_moe_decode, config.forward.b_moe_prefill)
     merged.update({name: value for name, value in kwargs.items() if value is not None or name not in merged})
     for name in _FIXED:

@@ -213,7 +213,7 @@ def _run_scheduler(spec: ProcessSpec, reporter: FailureReporter, *args: object, 
     start_log = spec.start_log("scheduler" if args[_DP_RANK] is None else f"rank {args[_DP_RANK]}")
     if _is_on_cpu():
         import_model_classes()
-        operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
+        operators = CpuOperators(counters, config.forward)
         operators.register()
     else:
         # From here on the current GPU is this process's, so that no context opens on another GPU.

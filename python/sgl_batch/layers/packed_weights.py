@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -31,6 +32,8 @@ class _Packed:
     shape: tuple[int, int, int]
     dtype: torch.dtype
     scales: torch.Tensor | None = None
+    in_quads: bool = False
+    """Whether int8 matrices are packed to meet int8 rows."""
     reordered: bool = False
     """Whether the rows of each expert's gate and up alternate in the plain order."""
 
@@ -44,12 +47,14 @@ class PackedWeights:
 
     `kernels`: the module `sgl_batch_kernel`, or None if it is not installed; then nothing is packed, and torch
     operators compute everything. `int8`: round weights to int8, which halves or quarters their memory, except weights
-    that are added as `exact`. A rounded tensor changes its number type.
+    that are added as `exact`. A rounded tensor changes its number type. `int8_rows`: also round the rows that meet
+    rounded weights, so that products are of int8 with int8.
     """
 
-    def __init__(self, kernels: ModuleType | None, *, int8: bool = False) -> None:
+    def __init__(self, kernels: ModuleType | None, *, int8: bool = False, int8_rows: bool = False) -> None:
+        assert int8 or not int8_rows, "int8 rows meet int8 weights"
         self._kernels = kernels
-        self._int8 = int8
+        self._int8, self._int8_rows = int8, int8_rows
         self._packed: dict[int, _Packed] = {}
         self.split = PassSplit()
         self.version = 0
@@ -88,7 +93,7 @@ class PackedWeights:
             packed = _Packed(
                 weight=weight, shape=(batches, outputs, inputs), dtype=weight.dtype, reordered=weight is reordered
             )
-            self._put(packed, int8=self._int8 and not exact and inputs % 2 == 0)
+            self._put(packed, int8=self._int8 and not exact and (self._int8_rows or inputs % 2 == 0))
         return True
 
     def _put(self, packed: _Packed, *, int8: bool) -> None:
@@ -98,13 +103,16 @@ class PackedWeights:
         if int8:
             rounded, packed.scales = to_int8(packed.matrices)
             packed.weight.data = rounded.view(packed.weight.shape)
-        self._kernels.pack_(packed.matrices)
+            packed.in_quads = self._int8_rows
+        pack = self._kernels.pack_quads_ if packed.in_quads else self._kernels.pack_
+        pack(packed.matrices)
         self._packed[packed.weight.data_ptr()] = packed
 
     def _take(self, packed: _Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         del self._packed[packed.weight.data_ptr()]
-        self._kernels.unpack_(packed.matrices)
+        unpack = self._kernels.unpack_quads_ if packed.in_quads else self._kernels.unpack_
+        unpack(packed.matrices)
         if packed.scales is not None:
             packed.weight.data = from_int8(packed.matrices, packed.scales, packed.dtype).view(packed.weight.shape)
         if packed.reordered:
@@ -146,6 +154,16 @@ class PackedWeights:
     def _scales(self, weight: torch.Tensor) -> torch.Tensor | None:
         return self._packed[weight.data_ptr()].scales
 
+    def _rounds_rows(self, weight: torch.Tensor) -> bool:
+        return self._packed[weight.data_ptr()].in_quads
+
+    def _product_with(self, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """Return the kernel that multiplies rows by a packed weight or by whole panels of it."""
+        assert self._kernels is not None, "without kernels nothing is packed"
+        kernel: Callable[..., torch.Tensor]
+        kernel = self._kernels.linear_int8 if self._rounds_rows(weight) else self._kernels.linear
+        return kernel
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply rows [..., in] by a weight [out, in], plus a bias [out]; the result has x's number type."""
         if self._kernels is None or weight not in self:
@@ -155,7 +173,7 @@ class PackedWeights:
         if split is not None:
             out = self._shared_linear(split, rows, weight, bias)
         else:
-            out = self._kernels.linear(rows, weight, bias, scales=self._scales(weight))
+            out = self._product_with(weight)(rows, weight, bias, scales=self._scales(weight))
         return out.view(*x.shape[:-1], len(weight))
 
     def _split_of(self, *weights: torch.Tensor) -> ColumnSplit | None:
@@ -169,14 +187,12 @@ class PackedWeights:
     def _shared_linear(
         self, split: ColumnSplit, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        assert self._kernels is not None, "without kernels nothing is packed"
-        kernels, scales = self._kernels, self._scales(weight)
+        product, scales = self._product_with(weight), self._scales(weight)
 
         def columns(first: int, last: int) -> torch.Tensor:
             own_bias = None if bias is None else bias[first:last]
             own_scales = None if scales is None else scales.view(-1)[first:last]
-            out: torch.Tensor = kernels.linear(rows, weight[first:last], own_bias, scales=own_scales)
-            return out
+            return product(rows, weight[first:last], own_bias, scales=own_scales)
 
         return split.columns(len(weight), PANEL, columns)
 
@@ -235,13 +251,17 @@ class PackedWeights:
             f32_output=f32_output,
             w13_scales=self._scales(w13),
             w2_scales=self._scales(w2),
+            int8_rows=self._rounds_rows(w13),
             clamped=clamped,
         )
 
     def mlp(self, x_TM: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        """Compute an MLP with weights [2I, M] and [M, I] for every row [T, M] in one call, as a single expert."""
+        """Compute an MLP with weights [2I, M] and [M, I] for every row [T, M] in one call, as a single expert.
+
+        Where int8 rows meet them, each rank of a pass that ranks share computes it whole.
+        """
         split = None
-        if self._kernels is not None and gate_up in self:
+        if self._kernels is not None and gate_up in self and not self._rounds_rows(gate_up):
             gate, up = gate_up.chunk(2)
             split = self._split_of(gate, up, down)
         if split is not None:
@@ -279,10 +299,16 @@ def packed_experts(
     f32_output: bool,
     w13_scales: torch.Tensor | None,
     w2_scales: torch.Tensor | None,
+    int8_rows: bool = False,
     slots: torch.Tensor | None = None,
     clamped: ClampedExperts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the kernels' `experts` with packed weights. The other tensors are converted to the form that it needs."""
+    """Call the kernels' `experts` or `experts_int8` with packed weights.
+
+    The other tensors are converted to the form that it needs. `slots` are for `experts` alone.
+    """
+    assert slots is None or not int8_rows, "streamed experts meet rows as they are"
+    run = kernels.experts_int8 if int8_rows else partial(kernels.experts, slots=slots)
     activation = {}
     if clamped is not None:
         activation = {
@@ -291,7 +317,7 @@ def packed_experts(
             "alpha": clamped.alpha,
             "limit": clamped.limit,
         }
-    done: tuple[torch.Tensor, torch.Tensor] = kernels.experts(
+    done: tuple[torch.Tensor, torch.Tensor] = run(
         x_TM if x_TM.stride(-1) == 1 else x_TM.contiguous(),
         w13,
         w2,
@@ -300,7 +326,6 @@ def packed_experts(
         f32_output=f32_output,
         w13_scales=w13_scales,
         w2_scales=w2_scales,
-        slots=slots,
         **activation,
     )
     return done

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from sgl_batch.config import MemoryConfig
+from sgl_batch.config import ForwardConfig, MemoryConfig
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
@@ -49,15 +49,14 @@ class CpuOperators:
     """The CPU operators of one scheduler process.
 
     Call `register` before SGLang builds the model, `stream` (with --weights streamed) after it is loaded, and then
-    `adopt`. `expert_runner` and `weight_dtype` are the flags' values; the attribute `expert_runner` is the name of the
-    runner that computes.
+    `adopt`. The attribute `expert_runner` is the name of the runner that computes.
     """
 
-    def __init__(self, counters: Counters, expert_runner: str, weight_dtype: str) -> None:
+    def __init__(self, counters: Counters, forward: ForwardConfig) -> None:
         self._counters = counters
         self._kernels = native_kernels()
-        self._int8 = weight_dtype == "int8"
-        self._weights = PackedWeights(self._kernels, int8=self._int8)
+        self._int8, expert_runner = forward.cpu_weight_dtype == "int8", forward.expert_runner
+        self._weights = PackedWeights(self._kernels, int8=self._int8, int8_rows=forward.cpu_activations == "int8")
         self._streamer: WeightStreamer[ExpertSlots] | None = None
         self.fitted_streamer: WeightStreamer[ExpertSlots] | None = None
         """The streamer of experts that take the memory that forward passes leave; None if --weight-memory is given."""

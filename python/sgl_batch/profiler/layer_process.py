@@ -45,7 +45,7 @@ def load(spec: Mapping[str, Any]) -> BatchModelRunner:
     config, counters = from_mapping(spec["config"]), Counters()
     server_args = make_server_args(dict(spec["server_args"]), config)
     rank = begin_lone_rank(server_args)
-    operators = CpuOperators(counters, config.forward.expert_runner, config.forward.cpu_weight_dtype)
+    operators = CpuOperators(counters, config.forward)
     operators.register()
     context = RunContext(
         in_force=PlanInForce(config),

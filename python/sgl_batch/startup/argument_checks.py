@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
-from sgl_batch.config import MemoryConfig, RankConfig
+from sgl_batch.config import ForwardConfig, MemoryConfig, RankConfig
 from sgl_batch.errors import ConfigError
 
 _AT_LEAST_ONE = ("context_length", "max_running_requests", "max_total_tokens", "dp_size", "pp_size")
@@ -31,6 +31,23 @@ def check_ranges(arguments: Mapping[str, Any]) -> None:
         value = arguments.get(name)
         if value is not None and str(value).lower() not in words:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(words)}")
+
+
+def check_activations(forward: ForwardConfig, memory: MemoryConfig) -> None:
+    """Raise ConfigError where rows are to be rounded to int8 and would not meet int8 weights in memory."""
+    if forward.cpu_activations == "model":
+        return
+    asked = f"cpu_activations is {forward.cpu_activations!r}"
+    if forward.cpu_weight_dtype != "int8":
+        raise ConfigError(
+            f"{asked}, and cpu_weight_dtype is {forward.cpu_weight_dtype!r}; int8 rows meet int8 weights: give "
+            "cpu_weight_dtype 'int8' too"
+        )
+    if memory.weights == "streamed":
+        raise ConfigError(
+            f"{asked}, and weights are streamed; streamed experts are packed for rows in the model's number type: "
+            "leave out cpu_activations or weights"
+        )
 
 
 def check_callbacks(ranks: RankConfig, *, num_ranks: int) -> None:

@@ -80,6 +80,7 @@ def _key(runner: BatchModelRunner, context: RunContext) -> ChoiceKey:
             "threads": torch.get_num_threads(),
             "accumulate": forward.accumulate,
             "weights": forward.cpu_weight_dtype,
+            "activations": forward.cpu_activations,
             "dispatcher": context.config.ranks.token_dispatcher,
             "expert_runner": runner.expert_runner,
             "experts": context.config.ranks.partition_experts,

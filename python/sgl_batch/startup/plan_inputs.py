@@ -132,6 +132,7 @@ def _obstacle(config: BatchConfig, arguments: Mapping[str, object], *, on_cpu: b
             arguments.get(name) not in (None, "", "{}") for name in _OTHER_MODEL
         ),
         "mix_prefill is not predicted": config.schedule.mix_prefill > 0,
+        "profiles are of the model's own activations": config.forward.cpu_activations != "model",
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

@@ -59,6 +59,19 @@ inline void multiply_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b) : "memory");
 }
 
+// Likewise: rows of four signed bytes times four rows of unsigned ones, in int32.
+template <int sum, int a, int b>
+inline void multiply_byte_tiles() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b) : "memory");
+}
+
+// Whether the processor has tiles of bytes; whether they are usable is up to those of bf16.
+inline bool int8_tiles_are_there() {
+  constexpr unsigned kInt8 = 1u << 25;
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kInt8) != 0;
+}
+
 // Whether the processor has bf16 tiles and the system saves them when it switches threads.
 inline bool tiles_are_there() {
   constexpr unsigned kOsXsave = 1u << 27, kBf16 = 1u << 22, kTile = 1u << 24, kSaved = 3u << 17;

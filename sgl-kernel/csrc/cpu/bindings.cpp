@@ -47,22 +47,6 @@ const int32_t* slots_in(const std::optional<at::Tensor>& slots, int64_t num_slot
   return first;
 }
 
-const float* floats_in(const std::optional<at::Tensor>& given, int64_t count, const char* name) {
-  if (!given.has_value()) return nullptr;
-  TORCH_CHECK(given->scalar_type() == at::kFloat && given->is_contiguous() && given->numel() == count, name, " is ",
-              given->scalar_type(), given->sizes(), "; use ", count, " contiguous float32");
-  return given->data_ptr<float>();
-}
-
-void check_choices(const at::Tensor& topk_weights, const at::Tensor& topk_ids, int64_t tokens) {
-  check(topk_weights, 2, "topk_weights");
-  check(topk_ids, 2, "topk_ids");
-  TORCH_CHECK(topk_ids.sizes() == topk_weights.sizes() && topk_ids.size(0) == tokens, "topk_ids is ", topk_ids.sizes(),
-              " and topk_weights ", topk_weights.sizes(), " for ", tokens, " tokens");
-  TORCH_CHECK(topk_ids.scalar_type() == at::kInt, "topk_ids is ", topk_ids.scalar_type(), "; use int32");
-  TORCH_CHECK(topk_weights.scalar_type() == at::kFloat, "topk_weights is ", topk_weights.scalar_type(), "; use float32");
-}
-
 std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
                                            const at::Tensor& topk_weights, const at::Tensor& topk_ids, bool f32_output,
                                            const std::optional<at::Tensor>& w13_scales,

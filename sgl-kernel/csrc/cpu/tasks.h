@@ -46,7 +46,8 @@ struct Tiles {
 // else who runs on this thread later finds it.
 class TileUse {
  public:
-  explicit TileUse(const TileKernel& kernel) : release_(kernel.release) {}
+  explicit TileUse(const TileKernel& kernel) : TileUse(kernel.release) {}
+  explicit TileUse(void (*release)()) : release_(release) {}
   TileUse(const TileUse&) = delete;
   TileUse& operator=(const TileUse&) = delete;
   ~TileUse() {

@@ -36,6 +36,22 @@ inline const float* scales_of(const at::Tensor& weight, const std::optional<at::
   return scales->data_ptr<float>();
 }
 
+inline const float* floats_in(const std::optional<at::Tensor>& given, int64_t count, const char* name) {
+  if (!given.has_value()) return nullptr;
+  TORCH_CHECK(given->scalar_type() == at::kFloat && given->is_contiguous() && given->numel() == count, name, " is ",
+              given->scalar_type(), given->sizes(), "; use ", count, " contiguous float32");
+  return given->data_ptr<float>();
+}
+
+inline void check_choices(const at::Tensor& topk_weights, const at::Tensor& topk_ids, int64_t tokens) {
+  check(topk_weights, 2, "topk_weights");
+  check(topk_ids, 2, "topk_ids");
+  TORCH_CHECK(topk_ids.sizes() == topk_weights.sizes() && topk_ids.size(0) == tokens, "topk_ids is ", topk_ids.sizes(),
+              " and topk_weights ", topk_weights.sizes(), " for ", tokens, " tokens");
+  TORCH_CHECK(topk_ids.scalar_type() == at::kInt, "topk_ids is ", topk_ids.scalar_type(), "; use int32");
+  TORCH_CHECK(topk_weights.scalar_type() == at::kFloat, "topk_weights is ", topk_weights.scalar_type(), "; use float32");
+}
+
 inline void check_index(const at::Tensor& tensor, const char* name) {
   check(tensor, 1, name);
   TORCH_CHECK(tensor.scalar_type() == at::kLong, name, " is ", tensor.scalar_type(), "; use int64");

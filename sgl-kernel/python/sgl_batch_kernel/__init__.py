@@ -84,6 +84,68 @@ def experts(
     return out
 
 
+def int8_kernel() -> str:
+    """The kernel that multiplies int8 by int8: the best one that the instruction set in use allows."""
+    name: str = _ops.int8_kernel()
+    return name
+
+
+def pack_quads_(weight: torch.Tensor) -> None:
+    """Pack plain int8 matrices [B, N, K] in place for `experts_int8` and `linear_int8`."""
+    _ops.pack_quads_(weight)
+
+
+def unpack_quads_(weight: torch.Tensor) -> None:
+    """Undo `pack_quads_`."""
+    _ops.unpack_quads_(weight)
+
+
+def experts_int8(
+    x_TM: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    *,
+    w13_scales: torch.Tensor,
+    w2_scales: torch.Tensor,
+    f32_output: bool = False,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    alpha: float | None = None,
+    limit: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run `experts` with rows rounded to int8 before each product, and weights packed by `pack_quads_`.
+
+    A row's largest number becomes 127, each number is rounded to nearest. Sums are exact, and are multiplied by the
+    row's scale and then by the output's. What lies between the products is not rounded before it becomes int8. A row
+    with a number that is not finite gives no numbers.
+    """
+    out: tuple[torch.Tensor, torch.Tensor] = _ops.experts_int8(
+        x_TM,
+        w13,
+        w2,
+        topk_weights_TK,
+        topk_ids_TK,
+        f32_output,
+        w13_scales,
+        w2_scales,
+        w13_bias,
+        w2_bias,
+        alpha,
+        limit,
+    )
+    return out
+
+
+def linear_int8(
+    x_TK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, scales: torch.Tensor
+) -> torch.Tensor:
+    """Run `linear` with rows rounded to int8, as in `experts_int8`, and a weight packed by `pack_quads_`."""
+    out: torch.Tensor = _ops.linear_int8(x_TK, weight, bias, scales)
+    return out
+
+
 def experts_up(
     x_TM: torch.Tensor, w13: torch.Tensor, topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -159,6 +159,20 @@ def test_rounded_weights_are_refused_where_nothing_can_multiply_them(options, on
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "cpu_weight_dtype is 'auto'; int8 rows meet int8 weights: give cpu_weight_dtype 'int8' too"),
+        ({**INT8, "weights": "streamed"}, "weights are streamed; .*: leave out cpu_activations or weights"),
+    ],
+)
+def test_rows_are_not_rounded_where_no_int8_weights_meet_them(options, message, monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: True)
+    monkeypatch.setattr(launch, "native_kernels", object)
+    with pytest.raises(ConfigError, match=f"cpu_activations is 'int8', and {message}"):
+        sglang_arguments({}, from_mapping({"cpu_activations": "int8", **options}))
+
+
+@pytest.mark.parametrize(
     ("options", "on_cpu", "message"),
     [
         (

@@ -102,11 +102,15 @@ float f32_of(uint32_t bits) {
   return value;
 }
 
-// Products of even k are added up from the first, those of odd k likewise, then both, then that to the tile.
-void multiply(Tile& sums, const Tile& a, const Tile& b) {
+void check_fit(const Tile& sums, const Tile& a, const Tile& b) {
   if (&sums == &a || &sums == &b || &a == &b) refuse("a product has the same tile twice");
   if (sums.rows != a.rows || sums.row_bytes != b.row_bytes || a.row_bytes != 4 * b.rows || b.row_bytes % 4 != 0)
     refuse("a product has tiles that do not fit");
+}
+
+// Products of even k are added up from the first, those of odd k likewise, then both, then that to the tile.
+void multiply(Tile& sums, const Tile& a, const Tile& b) {
+  check_fit(sums, a, b);
   for (int m = 0; m < sums.rows; ++m) {
     float even[kRows] = {}, odd[kRows] = {};
     uint32_t left[kRows], right[kRows];
@@ -123,6 +127,20 @@ void multiply(Tile& sums, const Tile& a, const Tile& b) {
     for (int n = 0; n < kRows; ++n) row[n] = add(row[n], add(even[n], odd[n]));
     memcpy(sums.data[m], row, sums.row_bytes);
   }
+}
+
+// Signed bytes of a times unsigned ones of b, in int32, which goes around at its ends.
+void multiply_bytes(Tile& sums, const Tile& a, const Tile& b) {
+  check_fit(sums, a, b);
+  for (int m = 0; m < sums.rows; ++m)
+    for (int n = 0; n < b.row_bytes / 4; ++n) {
+      uint32_t sum;
+      memcpy(&sum, sums.data[m] + 4 * n, 4);
+      for (int k = 0; k < b.rows; ++k)
+        for (int i = 0; i < 4; ++i)
+          sum += static_cast<uint32_t>(static_cast<int8_t>(a.data[m][4 * k + i]) * static_cast<int>(b.data[k][4 * n + i]));
+      memcpy(sums.data[m] + 4 * n, &sum, 4);
+    }
 }
 
 // One VEX instruction with a register field, and a register or memory.
@@ -192,6 +210,8 @@ void execute(const Instruction& it) {
     store(tile_at(it.reg), it.base, it.indexed);
   } else if (kind == kind_of(0x5c, kF3, false)) {
     multiply(tile_at(it.reg), tile_at(it.rm), tile_at(it.vvvv));
+  } else if (kind == kind_of(0x5e, kF3, false)) {
+    multiply_bytes(tile_at(it.reg), tile_at(it.rm), tile_at(it.vvvv));
   } else {
     refuse("an illegal instruction that is not known here");
   }

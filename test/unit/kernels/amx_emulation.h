@@ -1,5 +1,5 @@
 // Owns AMX instructions on processors that lack them: the fault that each raises there is caught, the instruction is read
-// from the program and done in software, as the manual has it (Intel SDM, volume 2: LDTILECFG and on, TDPBF16PS). So the
+// from the program and done in software, as the manual has it (Intel SDM, volume 2: LDTILECFG and on, TDPBF16PS, TDPBSUD). So the
 // very code is tested that runs on processors which have them. It decides no results.
 //
 // What the manual forbids, and any access outside memory that has been allowed, ends the process with code kRefused and

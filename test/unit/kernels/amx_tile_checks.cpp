@@ -3,8 +3,6 @@
 //
 // Prints what executes the instructions, then a line for each rule that does not hold, and ends with 1 if there was one.
 // With an argument it breaks a rule of the instructions, which the emulation must refuse.
-#include <sys/mman.h>
-
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -17,6 +15,7 @@
 #include "amx_emulation.h"
 #include "amx_tiles.h"
 #include "gemm.h"
+#include "guarded_memory.h"
 
 namespace sgl_batch {
 
@@ -59,25 +58,6 @@ void expect(bool holds, const std::string& rule) {
   ++failures;
   std::printf("does not hold: %s\n", rule.c_str());
 }
-
-// Memory that ends where nothing may be read.
-class Guarded {
- public:
-  explicit Guarded(size_t bytes) : bytes_(bytes), whole_((bytes + kPage - 1) / kPage * kPage + kPage) {
-    base_ = static_cast<char*>(mmap(nullptr, whole_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED || mprotect(base_ + whole_ - kPage, kPage, PROT_NONE) != 0) std::abort();
-    memset(base_, 0xff, whole_ - kPage);  // NaN in every number type
-  }
-  Guarded(const Guarded&) = delete;
-  Guarded& operator=(const Guarded&) = delete;
-  ~Guarded() { munmap(base_, whole_); }
-  char* data() const { return base_ + whole_ - kPage - bytes_; }
-
- private:
-  static constexpr size_t kPage = 4096;
-  size_t bytes_, whole_;
-  char* base_;
-};
 
 // Rows, a panel and what sums begin with, of one k. Between rows lie NaN, behind the last one nothing.
 struct Case {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import sgl_batch_kernel as kernels
 import torch
@@ -128,18 +128,31 @@ def expert_case(
 
 
 def shard_cases(name: str, given: tuple[torch.Tensor, ...], whole: torch.Tensor) -> Iterator[Check]:
-    """Experts on 2 or 4 ranks, their sums added up as a tree: the same bits as on one."""
     x, w13, w2, weights, ids = given
+
+    def on_shard(shard: slice, local: torch.Tensor) -> torch.Tensor:
+        return kernels.experts(x, w13[shard], w2[shard], weights, local, f32_output=True)[0]
+
+    yield from shard_parts(name, ids, len(w13), whole, on_shard)
+
+
+def shard_parts(
+    name: str,
+    ids: torch.Tensor,
+    experts: int,
+    whole: torch.Tensor,
+    on_shard: Callable[[slice, torch.Tensor], torch.Tensor],
+) -> Iterator[Check]:
+    """Experts on 2 or 4 ranks, their sums added up as a tree: the same bits as on one."""
     for ranks in (2, 4):
-        if len(w13) % ranks:
+        if experts % ranks:
             continue
-        size = len(w13) // ranks
+        size = experts // ranks
         parts = []
         for rank in range(ranks):
             local = ids - rank * size
             local[(local < 0) | (local >= size)] = -1
-            shard = slice(rank * size, (rank + 1) * size)
-            parts.append(kernels.experts(x, w13[shard], w2[shard], weights, local, f32_output=True)[0])
+            parts.append(on_shard(slice(rank * size, (rank + 1) * size), local))
         while len(parts) > 1:
             parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
         yield f"{name}: {ranks} ranks", torch.equal(parts[0], whole)

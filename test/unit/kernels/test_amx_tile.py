@@ -1,4 +1,4 @@
-"""The AMX tile keeps its rules. On a processor without AMX its instructions are emulated one by one, as the manual
+"""The AMX tiles keep their rules. On a processor without AMX its instructions are emulated one by one, as the manual
 specifies them. Its speed, and whether a processor follows the manual, can be tested only on one with AMX.
 """
 
@@ -19,15 +19,19 @@ REFUSED = 3
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is part of x86-64")
 
 
-@pytest.fixture(scope="module")
-def checks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program of checks, compiled with the kernels' own source, and optimised as they are."""
-    program = tmp_path_factory.mktemp("amx") / "checks"
+def compiled(directory: Path, name: str, kernel: str) -> Path:
+    """Compile a program of checks with a kernel's own source, optimised as kernels are."""
+    program = directory / name
     compiler = shlex.split(os.environ.get("CXX", "g++"))
-    sources = (HERE / "amx_tile_checks.cpp", HERE / "amx_emulation.cpp", KERNELS / "gemm_amx_bf16.cpp")
+    sources = (HERE / f"{name}.cpp", HERE / "amx_emulation.cpp", KERNELS / kernel)
     flags = ("-std=c++20", "-O3", "-pthread", f"-I{KERNELS}", "-o", str(program))
     subprocess.run([*compiler, *flags, *map(str, sources)], check=True, timeout=300)
     return program
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("amx"), "amx_tile_checks", "gemm_amx_bf16.cpp")
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,6 +40,12 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_tile_is_exact_alone_and_with_other_rows_and_stays_within_its_memory(checks):
     done = run(checks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout in ("emulation\n", "hardware\n")
+
+
+def test_sums_of_int8_are_exact_for_any_rows_and_stay_within_their_memory(tmp_path):
+    done = run(compiled(tmp_path, "amx_int8_checks", "gemm_amx_int8.cpp"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout in ("emulation\n", "hardware\n")
 

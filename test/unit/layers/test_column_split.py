@@ -14,6 +14,8 @@ from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.metrics.counters import Counters
 
 RANKS = [1, 2, 3, 4]
+# Arguments of PackedWeights.
+ROUNDED = [{}, {"int8": True}, {"int8": True, "int8_rows": True}]
 
 
 def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -39,12 +41,12 @@ def test_shares_are_whole_units_but_for_the_last_column(columns, ranks, unit, ex
     assert shares(columns, ranks, unit) == expected
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rounds", ROUNDED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("rows", [0, 1, 4, 70])
 @pytest.mark.parametrize("outputs", [128, 200])
-def test_a_product_that_ranks_share_has_the_bits_of_one_rank(int8, dtype, num_ranks, rows, outputs):
+def test_a_product_that_ranks_share_has_the_bits_of_one_rank(rounds, dtype, num_ranks, rows, outputs):
     plain, bias, x = draw(outputs, 48, dtype=dtype), draw(outputs, dtype=dtype), draw(rows, 48, dtype=dtype)
 
     def product(weights: PackedWeights, split: ColumnSplit | None) -> torch.Tensor:
@@ -54,9 +56,9 @@ def test_a_product_that_ranks_share_has_the_bits_of_one_rank(int8, dtype, num_ra
         return weights.linear(x, weight, bias)
 
     def shared(rank: int, split: ColumnSplit) -> torch.Tensor:
-        return product(PackedWeights(native_kernels(), int8=int8), split)
+        return product(PackedWeights(native_kernels(), **rounds), split)
 
-    expected = product(PackedWeights(native_kernels(), int8=int8), None)
+    expected = product(PackedWeights(native_kernels(), **rounds), None)
     assert all(same_bits(found, expected) for found in on_each(splits(num_ranks), shared))
 
 
@@ -85,6 +87,16 @@ def test_an_mlp_that_ranks_share_has_the_bits_of_one_rank(int8, dtype, num_ranks
     expected, ends = product(None), splits(num_ranks)
     assert all(same_bits(found, expected) for found in on_each(ends, lambda _, split: product(split)))
     assert all(end.counters.counts["column_gathers"] == 2 for end in ends)
+
+
+def test_ranks_compute_an_mlp_of_int8_rows_each_for_itself():
+    gate_up, down, x = (draw(*shape, dtype=torch.bfloat16) / 8 for shape in ((256, 64), (64, 128), (7, 64)))
+    weights = PackedWeights(native_kernels(), int8=True, int8_rows=True)
+    weights.add_experts(gate_up, down)
+    expected, ends = weights.mlp(x, gate_up, down), splits(2)
+    weights.split.current = ends[0]
+    assert same_bits(weights.mlp(x, gate_up, down), expected)
+    assert ends[0].counters.counts["column_gathers"] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -161,6 +161,69 @@ def test_experts_whose_rows_alternate_are_plain_while_they_are_written(int8):
             w13.mul_(2)
 
 
+@pytest.fixture
+def rounding_rows():
+    return PackedWeights(native_kernels(), int8=True, int8_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs"),
+    [(torch.float32, HIDDEN), (torch.float32, 33), (torch.bfloat16, HIDDEN), (torch.bfloat16, 30)],
+    ids=str,
+)
+def test_int8_rows_give_the_product_of_rounded_rows_and_weights(rounding_rows, dtype, inputs):
+    weight, x, bias = draw(16, inputs, dtype=dtype), draw(3, 5, inputs, dtype=dtype), draw(16, dtype=dtype)
+    plain = weight.clone()
+    assert rounding_rows.add_linear(weight)
+    assert weight.dtype == torch.int8
+    expected = rounded(x.float()).double() @ rounded(plain.float()).double().t() + bias
+    assert close(rounding_rows.linear(x, weight, bias), expected.to(dtype))
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_int8_rows_meet_experts_and_rows_of_one_are_those_of_an_mlp(rounding_rows, clamped):
+    w13, w2 = draw(EXPERTS, 2 * INTER, HIDDEN) / 7, draw(EXPERTS, HIDDEN, INTER) / 6
+    plain, x = (rounded(w13), rounded(w2)), draw(20, HIDDEN)
+    weights, ids = torch.rand(20, 1), torch.arange(20)[:, None] % EXPERTS
+    biases = {"w13_bias": draw(EXPERTS, 2 * INTER), "w2_bias": draw(EXPERTS, HIDDEN)}
+    activation = ClampedExperts(**biases, alpha=1.702, limit=1.0) if clamped else None
+    assert rounding_rows.add_experts(w13, w2, clamped=clamped)
+    out, rows = rounding_rows.experts(x, w13, w2, weights, ids, clamped=activation)
+    expected, expected_rows = combined_experts(rounded(x), *plain, weights, ids, clamped=activation)
+    assert rows.tolist() == expected_rows.tolist()
+    error = (out - expected).norm() / expected.norm()
+    assert error < 0.02, "what lies between the products is rounded too"
+    if clamped:
+        return
+    own13, own2 = draw(2 * INTER, HIDDEN), draw(HIDDEN, INTER)
+    rounding_rows.add_experts(own13, own2)
+    one = torch.ones(20, 1), torch.zeros(20, 1, dtype=torch.int32)
+    whole, _ = rounding_rows.experts(x, own13[None], own2[None], *one)
+    assert torch.equal(rounding_rows.mlp(x, own13, own2), whole)
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_weights_that_meet_int8_rows_are_plain_while_they_are_written(rounding_rows, clamped):
+    linear, w13, w2 = draw(40, HIDDEN), draw(EXPERTS, 2 * INTER, HIDDEN), draw(EXPERTS, HIDDEN, INTER)
+    plain, x = [rounded(one) for one in (linear, w13, w2)], draw(3, HIDDEN)
+    rounding_rows.add_linear(linear)
+    rounding_rows.add_experts(w13, w2, clamped=clamped)
+    before = rounding_rows.linear(x, linear)
+    with rounding_rows.plain():
+        assert all(torch.equal(one, expected) for one, expected in zip((linear, w13, w2), plain, strict=True))
+    assert torch.equal(rounding_rows.linear(x, linear), before)
+    with rounding_rows.plain():
+        linear.mul_(2)
+    assert torch.equal(rounding_rows.linear(x, linear), 2 * before)
+
+
+def test_an_exact_weight_meets_rows_as_they_are(rounding_rows):
+    weight, x = draw(16, HIDDEN), draw(3, HIDDEN)
+    plain = weight.clone()
+    rounding_rows.add_linear(weight, exact=True)
+    assert close(rounding_rows.linear(x, weight), x @ plain.t())
+
+
 def test_a_weight_of_zeros_and_one_that_must_stay_exact(rounding):
     zeros, exact, x = torch.zeros(16, HIDDEN), draw(16, HIDDEN), draw(3, HIDDEN)
     plain = exact.clone()

@@ -55,6 +55,11 @@ def test_without_a_profile_the_defaults_hold_and_the_command_is_named():
     assert predicted(plan, parse_workload("8:4x2")) is None
 
 
+def test_no_profile_is_of_rounded_activations(kept):
+    source = planned(cpu_weight_dtype="int8", cpu_activations="int8").source
+    assert source == "conservative defaults (profiles are of the model's own activations)"
+
+
 def test_with_a_profile_the_start_is_planned_for_the_default_workload(kept):
     plan = planned()
     assert plan.workload.count == 256

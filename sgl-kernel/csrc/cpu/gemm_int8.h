@@ -1,0 +1,58 @@
+// Owns the contract between the drivers of products of int8 with int8 (experts_int8, linear_int8) and their matrix kernels,
+// and between both and the rows that are rounded for them. It does not decide which kernel runs (gemm_int8.cpp).
+//
+// A weight [N, K] is packed into panels of kPanel output columns; panel p begins at byte p * kPanel * K and holds
+//   [K / 4][w][4]  four neighbouring k for each column, and then [w][K % 4]
+// with w = min(kPanel, N - p * kPanel), so that a packed matrix has exactly the size of the plain one. Instructions multiply
+// unsigned by signed bytes: a packed number is the plain one plus 128, unsigned.
+//
+// Rows of activations are signed, and filled up with zeros to a multiple of kRowBytes.
+//
+// Sums are exact, as long as k is at most kMostInputs: a row's result depends on nothing but the row, and is the same from
+// every kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm.h"
+
+namespace sgl_batch {
+
+constexpr int64_t kQuad = 4;        // numbers of a step over k
+constexpr int64_t kRowBytes = 64;   // a multiple of what any kernel reads of a row at once
+constexpr int kUnsignedShift = 128;
+constexpr int64_t kMostInputs = (int64_t{1} << 31) / (127 * 128) - 1;
+
+// c[m][kPanel] = starts[m] + a[m, k] x panel[k, kPanel], in int32. Rows of a are `a_stride` bytes apart. The panel has its
+// full width and whole steps over k. A row's start is -kUnsignedShift times the sum of its numbers, which takes back what
+// was added to the weights.
+struct Int8Tile {
+  const int8_t* a;
+  int64_t a_stride;
+  const uint8_t* panel;
+  int64_t steps;
+  int m;
+  const int32_t* starts;
+  int32_t* c;
+  Ahead ahead;
+};
+using Int8TileFn = void (*)(const Int8Tile& tile);
+
+struct Int8Kernel {
+  const char* name;
+  Int8TileFn run;
+  int max_rows;       // of a tile, at most kMaxRows
+  void (*release)();  // as in TileKernel
+};
+
+// The best kernel of this machine that the instruction set in use (`isa`) allows.
+const Int8Kernel& int8_kernel();
+
+extern const Int8Kernel kPortableInt8;
+#if defined(__x86_64__)
+extern const Int8Kernel kAvx2Int8;
+extern const Int8Kernel kAvx512VnniInt8;
+extern const Int8Kernel kAmxInt8;
+#endif
+
+}  // namespace sgl_batch

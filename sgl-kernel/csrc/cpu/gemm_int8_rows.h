@@ -1,0 +1,53 @@
+// Owns what the int8 kernels on vectors share: the rows of a tile's left side, what they bring closer, and one compiled
+// kernel for each number of rows. For one instruction set chosen by the including file, see gemm_vector.h.
+#pragma once
+
+#include "gemm_int8.h"
+
+namespace sgl_batch {
+namespace {
+
+// Three rows share a pointer, so that twelve need four registers and one stride.
+template <int M>
+struct QuadRows {
+  static constexpr int kPointers = (M + 2) / 3;
+
+  explicit QuadRows(const Int8Tile& tile) : stride(tile.a_stride) {
+    for (int i = 0; i < kPointers; ++i) at[i] = tile.a + 3 * i * stride;
+  }
+  // The four numbers of a row in this step.
+  int quad(int row) const {
+    typedef int Word __attribute__((aligned(1), may_alias));
+    return *reinterpret_cast<const Word*>(at[row / 3] + (row % 3) * stride);
+  }
+  void advance() {
+#pragma GCC unroll 16
+    for (int i = 0; i < kPointers; ++i) at[i] += kQuad;
+  }
+
+  const int8_t* at[kPointers];
+  int64_t stride;
+};
+
+struct QuadPrefetch {
+  explicit QuadPrefetch(const Ahead& ahead) : at(static_cast<const char*>(ahead.from)), step(ahead.step) {}
+  void advance() {
+    __builtin_prefetch(at, 0, 3);
+    __builtin_prefetch(at + kStepBytes / 2, 0, 3);
+    at += step;
+  }
+
+  const char* at;
+  int64_t step;
+};
+
+template <template <int> class Kernel, int M>
+void by_rows(const Int8Tile& tile) {
+  if constexpr (M > 1) {
+    if (tile.m < M) return by_rows<Kernel, M - 1>(tile);
+  }
+  Kernel<M>::run(tile);
+}
+
+}  // namespace
+}  // namespace sgl_batch
