@@ -102,7 +102,7 @@ class ForwardConfig:
     cpu_activations: str = _flag(
         "model",
         "number type in which rows meet int8 weights on a CPU; model: the model's; int8: each row is rounded with a "
-        "scale of its own, and products add up exactly, in about half the time where the CPU has AVX512-VNNI; int8 needs "
+        "scale of its own, and products add up exactly, in about half the time where the CPU has AVX512-VNNI; it needs "
         "--cpu-weight-dtype int8 and resident weights, and changes tokens",
         choices=CPU_ACTIVATIONS,
     )
