@@ -32,15 +32,7 @@ then:
 
 exit codes: 0 stopped by SIGTERM or Ctrl-C, 1 bad usage, 3 the server cannot run
 """
-_ENGINE = (
-    "b_moe_decode",
-    "b_moe_prefill",
-    "b_attn_decode",
-    "b_attn_prefill",
-    "expert_runner",
-    "cpu_weight_dtype",
-    "cpu_activations",
-)
+_ENGINE = ("b_moe_decode", "b_moe_prefill", "b_attn_decode", "b_attn_prefill", "expert_runner", "cpu_weight_dtype")
 _MEMORY = ("device_memory", "kv_store_bytes", "kv_store_dir", "host_memory", "weights", "weight_memory")
 # SGLang's flags, which its own parser reads: flag, name of the value, help.
 SGLANG_FLAGS = (

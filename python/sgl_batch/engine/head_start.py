@@ -16,6 +16,7 @@ from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 # What an engine's fork server imports.
 PRELOADED = ("sgl_batch.engine.process_spec", "sgl_batch.sglang_adapter.fork_server_models")
 _ENGINE = "sgl_batch.engine.engine"
+_PLATFORM = "SGLANG_PLATFORM"
 # Either is there where NVIDIA's driver is, whose imports take other ways: torch would say so too, after a second.
 _DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia")
 
@@ -27,7 +28,8 @@ def begin_fork_server_early() -> None:
     engines do not fork. A program that makes no engine, or one in another environment, has a process for nothing: it
     ends with the program, or when another fork server starts.
     """
-    is_begun = _ENGINE in sys.modules  # as in a program of ours, which forks its processes itself
+    is_begun = _ENGINE in sys.modules
+    is_begun |= os.environ.get(_PLATFORM) == CPU_PLATFORM  # in a program of ours, which forks its processes itself
     is_child = multiprocessing.parent_process() is not None
     if is_begun or is_child or len(os.sched_getaffinity(0)) < 2 or any(Path(one).exists() for one in _DRIVERS):
         return

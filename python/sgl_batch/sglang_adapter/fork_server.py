@@ -39,10 +39,11 @@ _STREAMS = (1, 2)
 
 
 class _Server:
-    """A fork server, and the environment in which its libraries were imported."""
+    """A fork server, and what its libraries found when they were imported: variables, and the cores of this process."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
-        self.environment = _lasting(environment)
+        self.environment, self.cores = _lasting(environment), os.sched_getaffinity(0)
+        self.owner = os.getpid()
         self.server = forkserver.ForkServer()
         self.server.set_forkserver_preload([*modules, _AFTER_IMPORTS])
 
@@ -64,8 +65,10 @@ class _Servers:
 
     def of(self, environment: Mapping[str, str], modules: Sequence[str]) -> forkserver.ForkServer:
         """Return the server of an environment. A new server imports `modules` when it starts."""
-        lasting = _lasting(environment)
-        found = next((one for one in self._in_use if one.environment == lasting), None)
+        # A process that was forked from another one has that one's servers as numbers of processes, not as children.
+        self._in_use = [one for one in self._in_use if one.owner == os.getpid()]
+        lasting, cores = _lasting(environment), os.sched_getaffinity(0)
+        found = next((one for one in self._in_use if one.environment == lasting and one.cores == cores), None)
         if found is None:
             if not self.keeps_all:
                 self.leave_all_but(0)

@@ -12,6 +12,7 @@ import pytest
 
 from sgl_batch.engine import head_start
 from sgl_batch.engine.process_spec import ProcessSpec
+from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 
 Change = Callable[[pytest.MonkeyPatch, Path], None]
 
@@ -24,6 +25,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     monkeypatch.setattr(head_start, "_DRIVERS", ())
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     monkeypatch.delitem(sys.modules, head_start._ENGINE, raising=False)
     return found
 
@@ -40,8 +42,9 @@ def test_the_server_imports_what_the_engines_own_would(started: list[tuple[str, 
         lambda patch, _: patch.setattr(multiprocessing, "parent_process", lambda: "the parent"),
         lambda patch, _: patch.setattr(os, "sched_getaffinity", lambda _: {0}),
         lambda patch, path: patch.setattr(head_start, "_DRIVERS", (str(path),)),
+        lambda patch, _: patch.setenv("SGLANG_PLATFORM", CPU_PLATFORM),
     ],
-    ids=["the engine is imported", "a child process", "a single core", "a GPU's driver"],
+    ids=["the engine is imported", "a child process", "a single core", "a GPU's driver", "a program that forks"],
 )
 def test_no_server_starts_early(
     started: list[tuple[str, ...]], change: Change, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -173,3 +173,28 @@ def await_end(*processes: psutil.Process) -> None:
     while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
         assert time.monotonic() < deadline, f"{processes} still run"
         time.sleep(0.01)
+
+
+def test_a_process_forked_from_the_program_starts_a_server_of_its_own(program):
+    text = """
+    fork_server.begin(["owning"])
+    child = os.fork()
+    if child == 0:
+        print("own" if answer(owner.tell)[1] != os.getppid() else "none", flush=True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    assert printed_by(program(text)) == ["from the child", "own"]
+
+
+def test_processes_on_fewer_cores_do_not_come_from_a_server_of_more(program):
+    text = """
+    cores = os.sched_getaffinity(0)
+    if len(cores) > 1:
+        one = answer(owner.tell)
+        os.sched_setaffinity(0, {min(cores)})
+        other = answer(owner.tell)
+        assert one[1] != other[1], "they come from one server"
+        assert os.sched_getaffinity(other[1]) == {min(cores)}
+"""
+    printed_by(program(text))
