@@ -77,23 +77,45 @@ std::pair<int64_t, int64_t> Routing::rows_of(int64_t expert, int64_t begin, int6
   return {from - rows.begin(), std::lower_bound(from, last, end, before) - rows.begin()};
 }
 
+namespace {
+
+typedef float Wide __attribute__((vector_size(64)));
+typedef float WideAnywhere __attribute__((vector_size(64), aligned(4), may_alias));
+
+// kVectors times 16 columns of a token's sum. What is added last stays in registers.
+template <int kVectors>
+inline __attribute__((always_inline)) void sum_columns(const float* rows, int64_t stride, const int32_t* at,
+                                                       const float* weights, const uint8_t* merges, int choices,
+                                                       float* out) {
+  Wide open[kMostOpen][kVectors], sum[kVectors] = {};
+  int top = 0;
+  for (int i = 0; i < choices; ++i) {
+    const auto* row = reinterpret_cast<const WideAnywhere*>(rows + at[i] * stride);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[v] = weights[i] * row[v];
+    for (int merge = 0; merge < merges[i]; ++merge) {
+      --top;
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[v] = open[top][v] + sum[v];
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) open[top][v] = sum[v];
+    ++top;
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) reinterpret_cast<WideAnywhere*>(out)[v] = sum[v];
+}
+
+}  // namespace
+
 SGL_BATCH_CLONES void weighted_sum(const float* rows, int64_t stride, const int32_t* at, const float* weights,
                                    const uint8_t* merges, int choices, int64_t count, float* out) {
-  float open[kMostOpen][kPanel];
-  for (int64_t column = 0; column < count; column += kPanel) {
-    for (int j = 0; j < kPanel; ++j) open[0][j] = 0.0f;
-    int top = 0;
-    for (int i = 0; i < choices; ++i) {
-      const float* row = rows + at[i] * stride + column;
-      for (int j = 0; j < kPanel; ++j) open[top][j] = weights[i] * row[j];
-      ++top;
-      for (int merge = 0; merge < merges[i]; ++merge) {
-        --top;
-        for (int j = 0; j < kPanel; ++j) open[top - 1][j] += open[top][j];
-      }
-    }
-    for (int j = 0; j < kPanel; ++j) out[column + j] = open[0][j];
-  }
+  static_assert(kPanel == 32);
+  int64_t column = 0;
+  for (; column + 2 * kPanel <= count; column += 2 * kPanel)
+    sum_columns<4>(rows + column, stride, at, weights, merges, choices, out + column);
+  for (; column < count; column += kPanel)
+    sum_columns<2>(rows + column, stride, at, weights, merges, choices, out + column);
 }
 
 }  // namespace sgl_batch
