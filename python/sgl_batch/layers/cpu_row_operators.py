@@ -29,12 +29,14 @@ def register(kernels: ModuleType, dispatch_key: str) -> None:
         same_type = norm.override_orig_dtype in (None, x.dtype) and (residual is None or residual.dtype == x.dtype)
         if post_residual_addition is not None or not same_type or not is_plain_norm(norm):
             return norm.forward_native(x, residual, post_residual_addition)
-        rows = x.reshape(-1, x.shape[-1])
-        if rows.stride(-1) != 1:
-            rows = rows.contiguous()
-        before = None if residual is None else residual.reshape(rows.shape).contiguous()
-        out, after = kernels.rms_norm(rows, before, norm.weight.data, norm.variance_epsilon)
-        return out.view(x.shape) if after is None else (out.view(x.shape), after.view(x.shape))
+        rows, weight, eps = x.reshape(-1, x.shape[-1]), norm.weight.data, norm.variance_epsilon
+        if residual is None:
+            out, _ = kernels.rms_norm(rows if rows.stride(-1) == 1 else rows.contiguous(), None, weight, eps)
+            return out.view(x.shape)
+        # In place, as on a GPU: the rows that a sub-batch yields then lie where its group collects them.
+        rows, before = rows.contiguous(), residual.reshape(rows.shape).contiguous()
+        kernels.add_rms_norm_(rows, before, weight, eps)
+        return rows.view(x.shape), before.view(x.shape)
 
     def rotary(
         embedding: Any,

@@ -114,18 +114,13 @@ class DevicePagePool(KVCache):  # type: ignore[misc]
     def write_kv(self, layer_id: int, kv_indices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [tokens, num_kv_heads, head_dim] at `kv_indices` [tokens]."""
         keys, values = keys.to(self.dtype), values.to(self.dtype)
-        self.layout.write(self.get_kv_buffer(layer_id), self._pages_and_offsets(kv_indices), keys, values)
+        self.layout.write(self.get_kv_buffer(layer_id), kv_indices, keys, values)
 
     def read_kv(self, layer_id: int, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a copy of keys and values [tokens, num_kv_heads, head_dim] at `kv_indices` [tokens]."""
-        return self.layout.read(self.get_kv_buffer(layer_id), self._pages_and_offsets(kv_indices))
+        return self.layout.read(self.get_kv_buffer(layer_id), kv_indices)
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy the tokens at `src_loc` to `tgt_loc` in every layer; source and target must not overlap."""
-        source, target = self._pages_and_offsets(src_loc), self._pages_and_offsets(tgt_loc)
         for pools in zip(self.k_pages, self.v_pages, strict=True):
-            self.layout.write(pools, target, *self.layout.read(pools, source))
-
-    def _pages_and_offsets(self, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the page and the offset of each KV index."""
-        return kv_indices // self.page_size, kv_indices % self.page_size
+            self.layout.write(pools, tgt_loc, *self.layout.read(pools, src_loc))

@@ -16,7 +16,7 @@ PANEL = 32  # columns of a packed panel of the native kernels
 
 
 class PageLayout(Protocol):
-    """How a page stores its tokens. A token is given by its page and its offset in the page, both int64 [N]."""
+    """How a page stores its tokens. A token is given by its KV index: page * page size + offset, int64 [N]."""
 
     key_shape: tuple[int, ...]
     value_shape: tuple[int, ...]
@@ -24,17 +24,17 @@ class PageLayout(Protocol):
     def write(
         self,
         pools: tuple[torch.Tensor, torch.Tensor],
-        at: tuple[torch.Tensor, torch.Tensor],
+        kv_indices: torch.Tensor,
         keys_NHD: torch.Tensor,
         values_NHD: torch.Tensor,
     ) -> None:
-        """Write keys and values at (pages, offsets) of the two pools [P, *shape]."""
+        """Write keys and values at KV indices of the two pools [P, *shape]."""
         ...
 
     def read(
-        self, pools: tuple[torch.Tensor, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor]
+        self, pools: tuple[torch.Tensor, torch.Tensor], kv_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of the keys and values [N, H, D] at (pages, offsets)."""
+        """Return copies of the keys and values [N, H, D] at KV indices."""
         ...
 
 
@@ -48,18 +48,18 @@ class PlainLayout:
     def write(
         self,
         pools: tuple[torch.Tensor, torch.Tensor],
-        at: tuple[torch.Tensor, torch.Tensor],
+        kv_indices: torch.Tensor,
         keys_NHD: torch.Tensor,
         values_NHD: torch.Tensor,
     ) -> None:
-        pages, offsets = at
+        pages, offsets = _places(kv_indices, self.key_shape[1])
         pools[0][pages, :, offsets] = keys_NHD
         pools[1][pages, :, offsets] = values_NHD
 
     def read(
-        self, pools: tuple[torch.Tensor, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor]
+        self, pools: tuple[torch.Tensor, torch.Tensor], kv_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        pages, offsets = at
+        pages, offsets = _places(kv_indices, self.key_shape[1])
         return pools[0][pages, :, offsets], pools[1][pages, :, offsets]
 
 
@@ -77,21 +77,19 @@ class PanelLayout:
     def write(
         self,
         pools: tuple[torch.Tensor, torch.Tensor],
-        at: tuple[torch.Tensor, torch.Tensor],
+        kv_indices: torch.Tensor,
         keys_NHD: torch.Tensor,
         values_NHD: torch.Tensor,
     ) -> None:
         kernels = native_kernels()
         assert kernels is not None, "packed pages need the native kernels"
-        pages, offsets = at
-        kv_indices = pages * (self.key_shape[1] * self.key_shape[3]) + offsets
         kernels.write_pages(*pools, kv_indices, _with_heads_together(keys_NHD), _with_heads_together(values_NHD))
 
     def read(
-        self, pools: tuple[torch.Tensor, torch.Tensor], at: tuple[torch.Tensor, torch.Tensor]
+        self, pools: tuple[torch.Tensor, torch.Tensor], kv_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        (key_panel, key_column), (pair, half) = self._coordinates(at[1])
-        pages = at[0]
+        pages, offsets = _places(kv_indices, self.key_shape[1] * self.key_shape[3])
+        (key_panel, key_column), (pair, half) = self._coordinates(offsets)
         return (
             pools[0][pages, :, key_panel, :, key_column].flatten(2),
             pools[1][pages, :, :, pair, :, half].flatten(2),
@@ -102,6 +100,11 @@ class PanelLayout:
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         width, step = self.key_shape[3], self.value_shape[4]
         return (offsets // width, offsets % width), (offsets // step, offsets % step)
+
+
+def _places(kv_indices: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the page and the offset of each KV index."""
+    return kv_indices // page_size, kv_indices % page_size
 
 
 def _with_heads_together(rows_NHD: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,10 @@ class PartClock:
         if self._device is not None:
             self._device.mark(self._stack[-1])
 
+    def spent(self, seconds: float, part: str) -> None:
+        """Count `seconds` of the current part, which the caller has measured, to `part`."""
+        self.shift(seconds, source=self._stack[-1], target=part)
+
     def shift(self, seconds: float, *, source: str, target: str) -> None:
         """Move `seconds` of the host's time, which count to `source`, to `target`."""
         if not self._in_pass:
@@ -102,7 +106,7 @@ class PartClock:
 
     def waited(self, seconds: float) -> None:
         """Move `seconds` of the current part, in which this rank waited for others, to `stall`."""
-        self.shift(seconds, source=self._stack[-1], target="stall")
+        self.spent(seconds, "stall")
 
     def read(self) -> dict[str, float]:
         self._switch()
@@ -124,12 +128,16 @@ class Counters:
     counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     tokens_per_expert: torch.Tensor | None = None
     clock: PartClock = field(default_factory=PartClock)
+    _later: list[torch.Tensor] | None = None
 
     def add(self, name: str, amount: int = 1) -> None:
         self.counts[name] += amount
 
     def add_expert_call(self, rows_per_expert: torch.Tensor) -> None:
         """Count one combined expert call; `rows_per_expert`: [E]."""
+        if self._later is not None:
+            self._later.append(rows_per_expert)
+            return
         # numpy's operations on so few numbers take a fraction of torch's time, in every layer of every step.
         rows = rows_per_expert.numpy(force=True)
         self.add("expert_calls")
@@ -138,6 +146,15 @@ class Counters:
         if self.tokens_per_expert is None:
             self.tokens_per_expert = torch.zeros_like(rows_per_expert)
         self.tokens_per_expert += rows_per_expert
+
+    @contextmanager
+    def counting_later(self) -> Iterator[list[torch.Tensor]]:
+        """Inside, expert calls are not counted: what `add_expert_call` would take for each is in the list."""
+        self._later = []
+        try:
+            yield self._later
+        finally:
+            self._later = None
 
     @contextmanager
     def uncounted(self, names: Collection[str] = ()) -> Iterator[None]:

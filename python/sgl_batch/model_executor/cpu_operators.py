@@ -19,10 +19,12 @@ from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
 from sgl_batch.layers.moe.split_experts import SplitExperts
 from sgl_batch.layers.packed_weights import PackedWeights
+from sgl_batch.mem_cache.device_page_pool import DevicePagePool
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cpu_blocks import CpuBlocks
 from sgl_batch.model_executor.cpu_mlp import CpuMlps
 from sgl_batch.model_executor.families import CommunicatingFamily, Family, family_of
+from sgl_batch.model_executor.recorded_passes import RecordedPasses
 from sgl_batch.sglang_adapter.layers import (
     StandardCombineInput,
     UnquantizedFusedMoEMethod,
@@ -35,6 +37,7 @@ from sgl_batch.sglang_adapter.layers import (
 )
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
 from sgl_batch.sglang_adapter.types.models import (
+    AttentionBackend,
     ExpertLayer,
     ExpertMethod,
     RoutedRows,
@@ -109,6 +112,18 @@ class CpuOperators:
     def split(self) -> PassSplit | None:
         """The split that products and attention read in each pass; None without the native kernels."""
         return None if self._kernels is None else self._weights.split
+
+    def recorded_passes(self, attn_backend: AttentionBackend) -> RecordedPasses | None:
+        """Make the record of decode passes of a rank that computes alone; None where none can be recorded."""
+        pool = getattr(attn_backend, "pool", None)
+        native = self.expert_runner == "native" and not self.streams_weights
+        if self._kernels is None or not native or not isinstance(pool, DevicePagePool) or not pool.native_layout:
+            return None
+
+        def version() -> object:
+            return self._weights.version, pool.k_pages[0].data_ptr(), pool.v_pages[0].data_ptr()
+
+        return RecordedPasses(self._kernels, attn_backend=attn_backend, counters=self._counters, version=version)
 
     def split_experts(self, model: torch.nn.Module, split: ColumnSplit) -> SplitExperts:
         """Make this rank's columns of all experts of a loaded model, for passes that a set of all ranks shares."""

@@ -44,6 +44,7 @@ from sgl_batch.model_executor.group_pass import Group, GroupPass, Part, groups_o
 from sgl_batch.model_executor.kv_staging import Staging
 from sgl_batch.model_executor.layer_graphs import LayerGraphs
 from sgl_batch.model_executor.partition_set import PartitionSet
+from sgl_batch.model_executor.recorded_passes import RecordedPasses
 from sgl_batch.model_executor.yield_callback import YieldCallback
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
 from sgl_batch.sglang_adapter.types.models import AttentionBackend, CausalModel
@@ -65,6 +66,7 @@ class LayerRunner:
             Passes with a decode source or with prompts run eagerly.
         on_yield: Called after the attention of a sub-batch in each layer. KV must be in the pool's own pages.
         split: What products and attention read in a pass that ranks share; None where none can be shared.
+        recorded: Runs decode passes of one sub-batch from a record, where there is neither `exchange` nor `on_yield`.
 
     Attributes that the caller sets between two passes:
         expert_calls: How many expert calls each layer takes on every rank; all ranks set the same number.
@@ -90,6 +92,7 @@ class LayerRunner:
         layer_graphs: LayerGraphs | None = None,
         on_yield: YieldCallback | None = None,
         split: PassSplit | None = None,
+        recorded: RecordedPasses | None = None,
     ) -> None:
         self.model, self.family, self.attn_backend = model, family, attn_backend
         self._in_force, self.counters, self.can_reenter = in_force, counters, can_reenter
@@ -103,6 +106,8 @@ class LayerRunner:
         self.prefill_sink: Staging | None = None
         self.decode_source: Staging | None = None
         self._split = split
+        assert recorded is None or (exchange is None and on_yield is None), "no record exchanges rows or calls a user"
+        self._recorded = recorded
         self.partition: PartitionSet | None = None
 
     @property
@@ -185,7 +190,17 @@ class LayerRunner:
             parts = self._parts(batches)
             self._init_attn_metadata(parts)
         ids = batches[0].input_ids if len(batches) == 1 else torch.cat([batch.input_ids for batch in batches])
-        return self._run_units(parts, self.family.embed(self.model, ids))
+        hidden = self.family.embed(self.model, ids)
+        if self._recorded is not None and self._may_be_recorded(parts):
+            return self._recorded.run(parts[0], hidden, self._run_units)
+        return self._run_units(parts, hidden)
+
+    def _may_be_recorded(self, parts: Sequence[Part]) -> bool:
+        """Return whether a pass is one decode sub-batch and one expert call a layer, for this rank alone."""
+        batch, limits = parts[0].batch, self.plan.decode
+        one = len(parts) == 1 and batch.forward_mode.is_decode() and len(parts[0].sub_batches) == 1
+        own = self.partition is None and self.order is static_order and self.decode_source is None
+        return one and own and len(batch.input_ids) <= limits.expert_rows
 
     def _parts(self, batches: Sequence[ForwardBatch]) -> list[Part]:
         parts, first_row = [], 0

@@ -44,7 +44,7 @@ from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.model_executor.yield_callback import make_yield_callback
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
-from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers
+from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers, reports_choices
 from sgl_batch.sglang_adapter.forward import (
     DEVICE_METADATA_BACKENDS,
     REENTRANT_BACKENDS,
@@ -242,6 +242,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 "attention backend %s cannot hold the metadata of several sub-batches: each group runs as one",
                 self.server_args.attention_backend,
             )
+        config, operators = self.context.config, self.context.cpu_operators
+        on_yield = make_yield_callback(config, self.token_to_kv_pool, self.req_to_token_pool.req_to_token)
+        alone = self._rank_context is None and on_yield is None and not reports_choices(self.server_args)
         self.layer_runner = LayerRunner(
             model=self.model,
             family=family,
@@ -252,10 +255,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             expert_part="router" if self.device == "cpu" and not family.dense else "experts",
             exchange=None if self._rank_context is None else self._exchange(self._rank_context, family),
             layer_graphs=self._make_layer_graphs(),
-            on_yield=make_yield_callback(
-                self.context.config, self.token_to_kv_pool, self.req_to_token_pool.req_to_token
-            ),
-            split=None if self.context.cpu_operators is None else self.context.cpu_operators.split,
+            on_yield=on_yield,
+            split=None if operators is None else operators.split,
+            recorded=operators.recorded_passes(self.attn_backend) if operators is not None and alone else None,
         )
         self._layer_graphs = self.layer_runner.layer_graphs
         if self._rank_context is not None:

@@ -69,6 +69,11 @@ def report_choice(
     return choice
 
 
+def reports_choices(server_args: Any) -> bool:
+    """Return whether an engine of these arguments gives `report_choice` anybody to report to."""
+    return bool(server_args.enable_return_routed_experts) or server_args.expert_distribution_recorder_mode is not None
+
+
 def expert_choosing_layers(model: torch.nn.Module) -> list[int]:
     """Number the layers of a loaded model that choose experts, and return their numbers.
 

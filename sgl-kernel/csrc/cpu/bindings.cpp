@@ -13,6 +13,7 @@
 #include "linear.h"
 #include "norm_rope.h"
 #include "packing.h"
+#include "record.h"
 #include "tasks.h"
 #include "tensor_checks.h"
 
@@ -72,11 +73,19 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   const float* bias2 = floats_in(w2_bias, num_experts * hidden, "w2_bias");
   auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
   auto rows_per_expert = at::zeros({num_experts}, x.options().dtype(at::kLong));
-  run_experts({tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"), w13.data_ptr(),
+  const ExpertsCall call{tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"), w13.data_ptr(),
                w2.data_ptr(), weight_dtype_of(w13, "w13"), scales_of(w13, w13_scales, num_slots * 2 * inter, "w13"),
                scales_of(w2, w2_scales, num_slots * hidden, "w2"), topk_weights.data_ptr<float>(), topk_ids.data_ptr<int32_t>(),
                out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(), slot_of, bias13, bias2,
-               alpha.has_value(), static_cast<float>(alpha.value_or(0.0)), static_cast<float>(limit.value_or(0.0))});
+               alpha.has_value(), static_cast<float>(alpha.value_or(0.0)), static_cast<float>(limit.value_or(0.0))};
+  run_and_record("experts", tokens,
+                 {x, w13, w2, topk_weights, topk_ids, out, rows_per_expert, or_none(w13_scales), or_none(w2_scales),
+                  or_none(slots), or_none(w13_bias), or_none(w2_bias)},
+                 [call](int64_t rows) {
+                   ExpertsCall own = call;
+                   own.tokens = rows;
+                   run_experts(own);
+                 });
   return {out, rows_per_expert};
 }
 
@@ -140,8 +149,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   }
   auto out = at::empty({x.size(0), n}, x.options());
   const PackedWeight packed{weight.data_ptr(), weight_dtype_of(weight, "weight"), scales_of(weight, scales, n, "weight"), n, k};
-  run_linear({x.size(0), 1, x.data_ptr(), k, 0, dtype_of(x, "x"), packed, bias.has_value() ? bias_f32.data_ptr<float>() : nullptr,
-              out.data_ptr(), n, 0});
+  const LinearCall call{x.size(0), 1, x.data_ptr(), k, 0, dtype_of(x, "x"), packed, bias.has_value() ? bias_f32.data_ptr<float>() : nullptr,
+              out.data_ptr(), n, 0};
+  run_and_record("linear", call.rows, {x, weight, bias_f32, or_none(scales), out}, [call](int64_t rows) {
+    LinearCall own = call;
+    own.rows = rows;
+    run_linear(own);
+  });
   return out;
 }
 
@@ -161,6 +175,14 @@ at::Tensor gated(const at::Tensor& x, const at::Tensor& w13, int64_t first, int6
   return out;
 }
 
+void record_norm(const RmsNormCall& call, std::initializer_list<at::Tensor> tensors) {
+  run_and_record("rms_norm", call.rows, tensors, [call](int64_t rows) {
+    RmsNormCall own = call;
+    own.rows = rows;
+    run_rms_norm(own);
+  });
+}
+
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& residual,
                                             const at::Tensor& weight, double eps) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
@@ -174,10 +196,28 @@ std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const std::opti
                 residual->scalar_type(), residual->sizes(), " beside x of ", x.scalar_type(), x.sizes());
     summed = at::empty(x.sizes(), x.options());
   }
-  run_rms_norm({x.size(0), x.size(1), x.data_ptr(), x.stride(0), residual.has_value() ? residual->data_ptr() : nullptr,
-                residual.has_value() ? summed.data_ptr() : nullptr, weight.data_ptr(), dtype_of(weight, "weight"),
-                static_cast<float>(eps), out.data_ptr(), dtype_of(x, "x")});
+  record_norm({x.size(0), x.size(1), x.data_ptr(), x.stride(0), residual.has_value() ? residual->data_ptr() : nullptr,
+               residual.has_value() ? summed.data_ptr() : nullptr, weight.data_ptr(), dtype_of(weight, "weight"),
+               static_cast<float>(eps), out.data_ptr(), dtype_of(x, "x")},
+              {x, or_none(residual), summed, weight, out});
   return {out, residual.has_value() ? summed : out};
+}
+
+void add_rms_norm(at::Tensor x, at::Tensor residual, const at::Tensor& weight, double eps) {
+  check(x, 2, "x");
+  check(residual, 2, "residual");
+  check(weight, 1, "weight");
+  TORCH_CHECK(residual.sizes() == x.sizes() && residual.scalar_type() == x.scalar_type(), "residual is ", residual.scalar_type(),
+              residual.sizes(), " beside x of ", x.scalar_type(), x.sizes());
+  TORCH_CHECK(weight.size(0) == x.size(1), "weight is ", weight.sizes(), " for rows of ", x.size(1));
+  record_norm({x.size(0), x.size(1), x.data_ptr(), x.size(1), residual.data_ptr(), residual.data_ptr(), weight.data_ptr(),
+               dtype_of(weight, "weight"), static_cast<float>(eps), x.data_ptr(), dtype_of(x, "x")},
+              {x, residual, weight});
+}
+
+void check_positions(const int64_t* positions, int64_t rows, int64_t limit) {
+  const auto [least, most] = std::minmax_element(positions, positions + rows);
+  TORCH_CHECK(rows == 0 || (*least >= 0 && *most < limit), "a position lies outside of the ", limit, " positions of cos_sin");
 }
 
 RotaryCall rotary_call(const at::Tensor& x, const at::Tensor& positions, const at::Tensor& cos_sin, int64_t heads,
@@ -189,10 +229,7 @@ RotaryCall rotary_call(const at::Tensor& x, const at::Tensor& positions, const a
   TORCH_CHECK(cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= head_dim, "cos_sin is ", cos_sin.sizes(),
               "; use [positions, an even number up to ", head_dim, "]");
   if (x.size(0) == 0) return {};
-  const auto* first = positions.data_ptr<int64_t>();
-  const auto [least, most] = std::minmax_element(first, first + positions.size(0));
-  TORCH_CHECK(*least >= 0 && *most < cos_sin.size(0), "a position lies outside of the ", cos_sin.size(0),
-              " positions of cos_sin");
+  check_positions(positions.data_ptr<int64_t>(), x.size(0), cos_sin.size(0));
   return {x.size(0), heads, head_dim, cos_sin.size(1), positions.data_ptr<int64_t>(), cos_sin.data_ptr(),
           dtype_of(cos_sin, "cos_sin"), neox, x.data_ptr(), x.stride(0), dtype_of(x, "x")};
 }
@@ -200,7 +237,13 @@ RotaryCall rotary_call(const at::Tensor& x, const at::Tensor& positions, const a
 void rotary(at::Tensor x, const at::Tensor& positions, const at::Tensor& cos_sin, int64_t head_dim, bool neox) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.size(1) % head_dim == 0, "x is ", x.sizes(), " with strides ",
               x.strides(), " for heads of ", head_dim);
-  run_rotary(rotary_call(x, positions, cos_sin, x.size(1) / head_dim, head_dim, neox));
+  const RotaryCall call = rotary_call(x, positions, cos_sin, x.size(1) / head_dim, head_dim, neox);
+  run_and_record("rotary", x.size(0), {x, positions, cos_sin}, [call, limit = cos_sin.size(0)](int64_t rows) {
+    check_positions(call.positions, rows, limit);
+    RotaryCall own = call;
+    own.rows = rows;
+    run_rotary(own);
+  });
 }
 
 void qk_norm_rope(at::Tensor qkv, const at::Tensor& q_weight, const at::Tensor& k_weight, double eps,
@@ -212,8 +255,14 @@ void qk_norm_rope(at::Tensor qkv, const at::Tensor& q_weight, const at::Tensor& 
               q_weight.scalar_type(), q_weight.sizes(), " and k_weight ", k_weight.scalar_type(), k_weight.sizes());
   TORCH_CHECK(qkv.dim() == 2 && qkv.stride(1) == 1 && qkv.size(1) >= heads * head_dim, "qkv is ", qkv.sizes(),
               " with strides ", qkv.strides(), " for ", heads, " heads of ", head_dim);
-  run_qk_norm_rope({rotary_call(qkv, positions, cos_sin, heads, head_dim, neox), q_heads, q_weight.data_ptr(),
-                    k_weight.data_ptr(), dtype_of(q_weight, "q_weight"), static_cast<float>(eps)});
+  const QkNormRopeCall call{rotary_call(qkv, positions, cos_sin, heads, head_dim, neox), q_heads, q_weight.data_ptr(),
+                    k_weight.data_ptr(), dtype_of(q_weight, "q_weight"), static_cast<float>(eps)};
+  run_and_record("qk_norm_rope", qkv.size(0), {qkv, q_weight, k_weight, positions, cos_sin}, [call, limit = cos_sin.size(0)](int64_t rows) {
+    check_positions(call.heads.positions, rows, limit);
+    QkNormRopeCall own = call;
+    own.heads.rows = rows;
+    run_qk_norm_rope(own);
+  });
 }
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::Tensor& v_pages, const at::Tensor& starts,
@@ -234,10 +283,23 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::T
   const float* sink = floats_in(sinks, q_heads, "sinks");
   check_pieces(starts, lengths, table_starts, tables, q.size(0), page, k_pages.size(0));
   auto out = at::empty({q.size(0), q.size(1)}, q.options());
-  run_attention({lengths.size(0), q_heads, kv_heads, dim, page, q.data_ptr(), q.stride(0), k_pages.data_ptr(),
+  const AttentionCall call{lengths.size(0), q_heads, kv_heads, dim, page, q.data_ptr(), q.stride(0), k_pages.data_ptr(),
                  v_pages.data_ptr(), dtype_of(q, "q"), starts.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
                  table_starts.data_ptr<int64_t>(), tables.data_ptr<int64_t>(), static_cast<float>(scaling), window, sink,
-                 out.data_ptr()});
+                 out.data_ptr()};
+  // Pieces of one row each are counted by rows.
+  const bool by_row = starts.data_ptr<int64_t>()[call.pieces] == call.pieces;
+  run_and_record("attention", by_row ? call.pieces : -1,
+                 {q, k_pages, v_pages, starts, lengths, table_starts, tables, or_none(sinks), out},
+                 [=, pages = k_pages.size(0)](int64_t rows) {
+                   AttentionCall own = call;
+                   if (rows >= 0) {
+                     check_pieces(starts.narrow(0, 0, rows + 1), lengths.narrow(0, 0, rows), table_starts.narrow(0, 0, rows),
+                                  tables, rows, page, pages);
+                     own.pieces = rows;
+                   }
+                   run_attention(own);
+                 });
   return out;
 }
 
@@ -259,6 +321,7 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
   library.def("gated(Tensor x, Tensor w13, int first, int last, Tensor? scales) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)");
+  library.def("add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()");
   library.def("rotary(Tensor(a!) x, Tensor positions, Tensor cos_sin, int head_dim, bool neox) -> ()");
   library.def("qk_norm_rope(Tensor(a!) qkv, Tensor q_weight, Tensor k_weight, float eps, Tensor positions, "
               "Tensor cos_sin, int q_heads, int k_heads, bool neox) -> ()");
@@ -278,6 +341,7 @@ TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("linear", sgl_batch::linear);
   library.impl("gated", sgl_batch::gated);
   library.impl("rms_norm", sgl_batch::rms_norm);
+  library.impl("add_rms_norm_", sgl_batch::add_rms_norm);
   library.impl("rotary", sgl_batch::rotary);
   library.impl("qk_norm_rope", sgl_batch::qk_norm_rope);
   library.impl("attention", sgl_batch::attention);

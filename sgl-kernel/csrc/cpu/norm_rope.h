@@ -8,7 +8,8 @@
 
 namespace sgl_batch {
 
-// h = x + residual (where given, and written back to residual_out); out = h / sqrt(mean(h^2) + eps) * weight.
+// h = x + residual (where given, and written back to residual_out); out = h / sqrt(mean(h^2) + eps) * weight. Outputs may lie
+// where inputs lie.
 struct RmsNormCall {
   int64_t rows, width;
   const void* x;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "record.h"
 #include "tasks.h"
 #include "tensor_checks.h"
 
@@ -139,12 +140,17 @@ void write_pages(at::Tensor k_pages, at::Tensor v_pages, const at::Tensor& slots
   const int64_t element = k_pages.element_size();
   TORCH_CHECK(k_pages.scalar_type() == v_pages.scalar_type() && (step == 1 || step == 2) && element * step == kWord,
               "pages of keys are ", k_pages.scalar_type(), k_pages.sizes(), " and of values ", v_pages.scalar_type());
-  const auto* slot = slots.data_ptr<int64_t>();
-  for (int64_t i = 0; i < slots.size(0); ++i)
-    TORCH_CHECK(slot[i] >= 0 && slot[i] < pages * page, "slot ", slot[i], " of ", pages * page);
-  run_page_write({slots.size(0), heads, dim, page, key_width, value_width, step, static_cast<char*>(k_pages.data_ptr()),
-                  static_cast<char*>(v_pages.data_ptr()), slot, static_cast<const char*>(keys.data_ptr()),
-                  static_cast<const char*>(values.data_ptr()), keys.stride(0) * element, values.stride(0) * element});
+  const PageWriteCall call{slots.size(0), heads, dim, page, key_width, value_width, step, static_cast<char*>(k_pages.data_ptr()),
+                           static_cast<char*>(v_pages.data_ptr()), slots.data_ptr<int64_t>(),
+                           static_cast<const char*>(keys.data_ptr()), static_cast<const char*>(values.data_ptr()),
+                           keys.stride(0) * element, values.stride(0) * element};
+  run_and_record("write_pages", call.tokens, {k_pages, v_pages, slots, keys, values}, [call, pages](int64_t rows) {
+    for (int64_t i = 0; i < rows; ++i)
+      TORCH_CHECK(call.slots[i] >= 0 && call.slots[i] < pages * call.page, "slot ", call.slots[i], " of ", pages * call.page);
+    PageWriteCall own = call;
+    own.tokens = rows;
+    run_page_write(own);
+  });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "record.h"
 #include "rows.h"
 #include "tensor_checks.h"
 #include "topk.h"
@@ -38,9 +39,15 @@ std::tuple<at::Tensor, at::Tensor> topk(const at::Tensor& logits, int64_t top_k,
   const std::vector<float> padded = bias_of(bias, experts);
   auto weights = at::empty({rows, top_k}, logits.options().dtype(at::kFloat));
   auto ids = at::empty({rows, top_k}, logits.options().dtype(at::kInt));
-  run_topk({rows, logits.data_ptr(), logits.stride(0), dtype_of(logits, "logits"),
-            {experts, groups, kept_groups, top_k, sigmoid, renormalize, bias.has_value() ? padded.data() : nullptr},
-            weights.data_ptr<float>(), ids.data_ptr<int32_t>()});
+  const TopKCall call{rows, logits.data_ptr(), logits.stride(0), dtype_of(logits, "logits"),
+                      {experts, groups, kept_groups, top_k, sigmoid, renormalize, nullptr},
+                      weights.data_ptr<float>(), ids.data_ptr<int32_t>()};
+  run_and_record("topk", rows, {logits, weights, ids}, [call, padded](int64_t some) {
+    TopKCall own = call;
+    own.rows = some;
+    own.rule.bias = padded.empty() ? nullptr : padded.data();
+    run_topk(own);
+  });
   return {weights, ids};
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-INTERFACE = 5
+INTERFACE = 6
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -201,6 +201,11 @@ def rms_norm(
     """h = x (+ residual); returns (h / sqrt(mean(h^2) + eps) * weight, h), the latter None without a residual."""
     out_TM, summed_TM = _ops.rms_norm(x_TM, residual_TM, weight_M, eps)
     return out_TM, None if residual_TM is None else summed_TM
+
+
+def add_rms_norm_(x_TM: torch.Tensor, residual_TM: torch.Tensor, weight_M: torch.Tensor, eps: float) -> None:
+    """The same in place: the residual becomes h = x + residual, and x its norm."""
+    _ops.add_rms_norm_(x_TM, residual_TM, weight_M, eps)
 
 
 def rotary(x_T: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor, *, head_dim: int, neox: bool) -> None:
@@ -398,3 +403,37 @@ def topk(
         logits_TE, top_k, scoring == "sigmoid", renormalize, bias_E, groups, kept_groups
     )
     return out
+
+
+def record_begin(rows: int) -> None:
+    """Record the calls of `experts`, `linear`, norms, rotations, `topk`, `write_pages` and `attention` of this thread.
+
+    They must be of `rows` rows each; those of attention have one row a piece. Other operators are not recorded.
+    """
+    _ops.record_begin(rows)
+
+
+def record_end(*, keep: bool) -> int | None:
+    """End it. The record's number, or None if it is not kept: not wanted, or with calls of other numbers of rows."""
+    number: int = _ops.record_end(keep)
+    return number if number >= 0 else None
+
+
+def record_names(number: int) -> list[str]:
+    """The operators that a record calls, in order."""
+    names: list[str] = _ops.record_names(number)
+    return names
+
+
+def record_run(number: int, rows: int) -> list[float]:
+    """Make the calls of a record again, on what their tensors hold by now, with their first `rows` rows.
+
+    Returns the seconds that each call took.
+    """
+    seconds: list[float] = _ops.record_run(number, rows)
+    return seconds
+
+
+def record_drop(number: int) -> None:
+    """Free a record. It has kept its calls' tensors, so that they have their memory for themselves."""
+    _ops.record_drop(number)

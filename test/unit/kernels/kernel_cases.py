@@ -33,6 +33,10 @@ def row_cases() -> Iterator[Check]:
         name = f"rms_norm {dtype} {width} residual={has_residual}"
         yield name, relative_error(out, expected) < TOLERANCE[dtype]
         yield name + ": sum", (summed is None) if residual is None else relative_error(summed, h) < TOLERANCE[dtype]
+        if residual is not None:
+            rows = x.contiguous()
+            kernels.add_rms_norm_(rows, residual, weight, 1e-6)
+            yield name + ": in place", torch.equal(rows, out) and torch.equal(residual, summed)
     for dtype, neox, rotary_dim in itertools.product(DTYPES, (False, True), (16, 64)):
         wide = torch.randn(9, 300).to(dtype)
         before, positions = wide.clone(), torch.randint(0, 50, (9,))

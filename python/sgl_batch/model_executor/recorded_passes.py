@@ -1,0 +1,212 @@
+"""Owns the decode passes that run from a record on a CPU: all native calls of a pass at once, without Python between.
+
+A pass over few rows is some hundred short calls, and Python with cold caches takes longer between two of them than some
+of them do. The first pass that has no more rows than the one before is computed as usual, over memory that stays, while
+the native library records its calls. Later passes with as many rows or fewer copy their inputs there and make the calls
+again: the same kernels over the same weights, with the same bits.
+
+A pass whose layers compute with anything but recordable operators and views is not recorded, and no other is tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sgl_batch.layers.attention.native_paged import PieceMetadata
+from sgl_batch.metrics.counters import Counters
+from sgl_batch.model_executor.group_pass import Part
+from sgl_batch.sglang_adapter.types.batches import ForwardBatch
+from sgl_batch.sglang_adapter.types.models import AttentionBackend
+
+Compute = Callable[[Sequence[Part], torch.Tensor], torch.Tensor]
+"""Computes all layers of a pass: of its one part and its embeddings, the hidden states after the last norm."""
+
+Version = Callable[[], object]
+"""Changes whenever weights or KV pages may lie elsewhere, or weights may be packed anew."""
+
+_RECORDED = frozenset(
+    f"sgl_batch_kernel::{name}"
+    for name in (
+        "add_rms_norm_",
+        "attention",
+        "experts",
+        "linear",
+        "qk_norm_rope",
+        "rms_norm",
+        "rotary",
+        "topk",
+        "write_pages",
+    )
+)
+# They give memory that a recorded operator writes, or free an earlier record, whenever Python gets round to it.
+_OTHERS = frozenset(
+    ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "sgl_batch_kernel::record_drop")
+)
+
+_PARTS = ("attention", "router", "experts")
+
+
+class RecordedPasses:
+    """The record of one model's decode passes, if there is one.
+
+    `kernels`: the module `sgl_batch_kernel`. `attn_backend`: the native attention backend, whose metadata are
+    `PieceMetadata`.
+    """
+
+    def __init__(
+        self, kernels: ModuleType, *, attn_backend: AttentionBackend, counters: Counters, version: Version
+    ) -> None:
+        self._kernels, self._attn_backend = kernels, attn_backend
+        self._counters, self._version = counters, version
+        self._record: _Record | None = None
+        self._last_rows = 0
+        self._is_recordable = True
+
+    def run(self, part: Part, hidden: torch.Tensor, compute: Compute) -> torch.Tensor:
+        """Compute a decode pass, which has one sub-batch; `hidden`: its embeddings [rows, hidden_size].
+
+        Returns the hidden states after the last norm, which are the caller's.
+        """
+        sub, rows = part.sub_batches[0], len(hidden)
+        pieces, version = sub.attn_metadata, self._version()
+        if self._record is not None and self._record.version != version:
+            self._record = None
+        grows, self._last_rows = rows > self._last_rows, rows
+        if not self._is_recordable or not _takes(sub.forward_batch, pieces):
+            return compute([part], hidden)
+        assert isinstance(pieces, PieceMetadata), "checked above"
+        if self._record is not None and self._record.inputs.has_room(rows, pieces):
+            return self._again(self._record, sub.forward_batch, pieces, hidden)
+        if grows:
+            return compute([part], hidden)
+        self._record = None
+        return self._computed_and_recorded(part, pieces, hidden, version, compute)
+
+    def _again(self, record: _Record, batch: ForwardBatch, pieces: PieceMetadata, hidden: torch.Tensor) -> torch.Tensor:
+        record.inputs.load(batch, pieces, hidden)
+        seconds = np.bincount(record.part_of_call, self._kernels.record_run(record.number, len(hidden)), len(_PARTS))
+        for part, spent in zip(_PARTS, seconds.tolist(), strict=True):
+            self._counters.clock.spent(spent, part)
+        for rows_per_expert in record.rows_per_expert:
+            self._counters.add_expert_call(rows_per_expert)
+        self._counters.add("recorded_passes")
+        return record.out[: len(hidden)].clone()
+
+    def _computed_and_recorded(
+        self, part: Part, pieces: PieceMetadata, hidden: torch.Tensor, version: object, compute: Compute
+    ) -> torch.Tensor:
+        sub = part.sub_batches[0]
+        inputs = _Inputs(sub.forward_batch, pieces, hidden)
+        batch = inputs.batch(sub.forward_batch)
+        own = replace(part, batch=batch, sub_batches=[replace(sub, forward_batch=batch, attn_metadata=inputs.pieces)])
+        self._attn_backend.forward_metadata = inputs.pieces
+        watch, number = _Watch(), None
+        self._kernels.record_begin(len(hidden))
+        try:
+            with self._counters.counting_later() as rows_per_expert, watch:
+                out = compute([own], inputs.hidden)
+        except BaseException:
+            self._kernels.record_end(keep=False)
+            raise
+        number = self._kernels.record_end(keep=watch.is_recordable)
+        self._is_recordable = number is not None
+        for rows in rows_per_expert:
+            self._counters.add_expert_call(rows)
+        if number is not None:
+            self._record = _Record(self._kernels, number, inputs, out, rows_per_expert, version)
+            self._counters.add("passes_recorded")
+        return out.clone()
+
+
+class _Record:
+    """A recorded pass: its inputs, its output, and the memory in which each expert call counts its rows."""
+
+    def __init__(
+        self,
+        kernels: ModuleType,
+        number: int,
+        inputs: _Inputs,
+        out: torch.Tensor,
+        rows_per_expert: list[torch.Tensor],
+        version: object,
+    ) -> None:
+        self.number, self.inputs, self.out, self.version = number, inputs, out, version
+        self.rows_per_expert = list(rows_per_expert)
+        names = kernels.record_names(number)
+        self.part_of_call = np.array([_part_of(names, index) for index in range(len(names))])
+        weakref.finalize(self, kernels.record_drop, number)
+
+
+def _part_of(names: list[str], index: int) -> int:
+    """Return which of `_PARTS` a call belongs to: the product before a choice of experts is the router."""
+    name, following = names[index], names[index + 1] if index + 1 < len(names) else ""
+    part = "experts" if name == "experts" else "router" if "topk" in (name, following) else "attention"
+    return _PARTS.index(part)
+
+
+class _Inputs:
+    """What the layers of a decode pass read that changes from pass to pass, at fixed addresses."""
+
+    def __init__(self, batch: ForwardBatch, pieces: PieceMetadata, hidden: torch.Tensor) -> None:
+        rows = len(hidden)
+        self.hidden = hidden.clone()
+        self.positions, self.kv_indices = batch.positions.clone(), batch.out_cache_loc.clone()
+        # Sequences grow by a page now and then.
+        tables = pieces.tables.new_zeros(2 * len(pieces.tables) + rows)
+        tables[: len(pieces.tables)] = pieces.tables
+        self.pieces = PieceMetadata(
+            starts=torch.arange(rows + 1),
+            lengths=pieces.lengths.clone(),
+            table_starts=pieces.table_starts.clone(),
+            tables=tables,
+            visits=pieces.visits,
+        )
+
+    def has_room(self, rows: int, pieces: PieceMetadata) -> bool:
+        return rows <= len(self.hidden) and len(pieces.tables) <= len(self.pieces.tables)
+
+    def batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """Return a batch like this one, whose layers read this memory."""
+        other: Any = copy.copy(batch)
+        other.positions, other.out_cache_loc = self.positions, self.kv_indices
+        own: ForwardBatch = other
+        return own
+
+    def load(self, batch: ForwardBatch, pieces: PieceMetadata, hidden: torch.Tensor) -> None:
+        rows = len(hidden)
+        self.hidden[:rows] = hidden
+        self.positions[:rows] = batch.positions
+        self.kv_indices[:rows] = batch.out_cache_loc
+        self.pieces.lengths[:rows] = pieces.lengths
+        self.pieces.table_starts[:rows] = pieces.table_starts
+        self.pieces.tables[: len(pieces.tables)] = pieces.tables
+
+
+def _takes(batch: ForwardBatch, pieces: object) -> bool:
+    """Return whether a batch has its positions and KV indices in the form that native calls read as it is."""
+    given = (batch.positions, batch.out_cache_loc)
+    return isinstance(pieces, PieceMetadata) and all(
+        isinstance(rows, torch.Tensor) and rows.dim() == 1 and rows.dtype == torch.int64 for rows in given
+    )
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator of a pass. `is_recordable`: whether a record of the native calls has all of the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_recordable = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.is_recordable &= name in _RECORDED or name in _OTHERS or func.is_view
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,210 @@
+"""Decode passes that run from a record have the bits of computed ones, while groups shrink, grow and change."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.attention.native_paged import PieceMetadata, attend
+from sgl_batch.metrics.counters import Counters
+from sgl_batch.model_executor.batch_split import SubBatch
+from sgl_batch.model_executor.group_pass import Part
+from sgl_batch.model_executor.recorded_passes import RecordedPasses
+
+HIDDEN, HEADS, DIM, EXPERTS, INTER, PAGE, PAGES, LAYERS = 64, 2, 32, 8, 32, 32, 64, 2
+
+
+def packed(*shape: int) -> torch.Tensor:
+    weight = torch.randn(shape).mul_(0.2)
+    native_kernels().pack_(weight if len(shape) == 3 else weight[None])
+    return weight
+
+
+class NativeLayers:
+    """Some layers of the native operators, with pages of KV of their own."""
+
+    def __init__(self, *, adds_ones: bool = False) -> None:
+        torch.manual_seed(0)
+        self.adds_ones = adds_ones
+        self.layers = [
+            SimpleNamespace(
+                norm=torch.rand(HIDDEN) + 0.5,
+                qkv=packed(3 * HIDDEN, HIDDEN),
+                out=packed(HIDDEN, HIDDEN),
+                gate=packed(EXPERTS, HIDDEN),
+                w13=torch.cat([packed(EXPERTS * 2, INTER, HIDDEN)]).view(EXPERTS, 2 * INTER, HIDDEN),
+                w2=packed(EXPERTS, HIDDEN, INTER),
+                keys=torch.zeros(PAGES, HEADS, 1, DIM, PAGE, 1),
+                values=torch.zeros(PAGES, HEADS, 1, PAGE, DIM, 1),
+            )
+            for _ in range(LAYERS)
+        ]
+        self.counters, self.backend, self.computed = Counters(), SimpleNamespace(forward_metadata=None), 0
+
+    def compute(self, parts: Any, hidden: torch.Tensor) -> torch.Tensor:
+        kernels, batch, residual = native_kernels(), parts[0].batch, None
+        self.computed += 1
+        for layer in self.layers:
+            if residual is None:
+                residual, (hidden, _) = hidden, kernels.rms_norm(hidden, None, layer.norm, 1e-6)
+            else:
+                kernels.add_rms_norm_(hidden, residual, layer.norm, 1e-6)
+            query, key, value = kernels.linear(hidden, layer.qkv).split(HIDDEN, dim=-1)
+            key, value = (rows.view(-1, HEADS, DIM) for rows in (key, value))
+            kernels.write_pages(layer.keys, layer.values, batch.out_cache_loc, key, value)
+            hidden = kernels.linear(self.attended(layer, query), layer.out)
+            if self.adds_ones:
+                hidden = hidden + 1
+            kernels.add_rms_norm_(hidden, residual, layer.norm, 1e-6)
+            weights, ids = kernels.topk(kernels.linear(hidden, layer.gate), 2, renormalize=True)
+            hidden, rows_per_expert = kernels.experts(hidden, layer.w13, layer.w2, weights, ids)
+            self.counters.add_expert_call(rows_per_expert)
+        return hidden
+
+    def attended(self, layer: Any, query: torch.Tensor) -> torch.Tensor:
+        pools, pieces = (layer.keys, layer.values), self.backend.forward_metadata
+        return attend(native_kernels(), query, pools, pieces, page_size=PAGE, head_dim=DIM, scaling=0.2)
+
+
+def decode_part(lengths: list[int], step: int) -> tuple[Part, torch.Tensor]:
+    """Sequences of these lengths, each on pages of its own, and their embeddings."""
+    pages = [[2 * i + 1 + j for j in range(-(-length // PAGE))] for i, length in enumerate(lengths)]
+    counts = torch.tensor([len(own) for own in pages])
+    pieces = PieceMetadata(
+        starts=torch.arange(len(lengths) + 1),
+        lengths=torch.tensor(lengths),
+        table_starts=torch.cumsum(counts, 0) - counts,
+        tables=torch.tensor([page for own in pages for page in own]),
+        visits=sum(lengths),
+    )
+    last = [own[-1] * PAGE + (length - 1) % PAGE for own, length in zip(pages, lengths, strict=True)]
+    batch: Any = SimpleNamespace(positions=torch.tensor(lengths) - 1, out_cache_loc=torch.tensor(last))
+    sub = SubBatch(span=(0, len(lengths)), forward_batch=batch, attn_metadata=pieces)
+    hidden = torch.randn(len(lengths), HIDDEN, generator=torch.Generator().manual_seed(step))
+    return Part(batch=batch, span=sub.span, sub_batches=[sub]), hidden
+
+
+class Runs:
+    """The same passes by a record and computed."""
+
+    def __init__(self, *, adds_ones: bool = False) -> None:
+        self.by_record, self.by_hand = (NativeLayers(adds_ones=adds_ones) for _ in range(2))
+        self.version, self.step = 0, 0
+        self.passes = RecordedPasses(
+            native_kernels(),
+            attn_backend=self.by_record.backend,
+            counters=self.by_record.counters,
+            version=lambda: self.version,
+        )
+
+    def computes(self, lengths: list[int]) -> bool:
+        """Run a pass both ways, with the same result. Return whether the record's way computed it."""
+        part, hidden = decode_part(lengths, self.step)
+        self.step += 1
+        before = self.by_record.computed
+        for layers in (self.by_record, self.by_hand):
+            layers.backend.forward_metadata = part.sub_batches[0].attn_metadata
+        out = self.passes.run(part, hidden.clone(), self.by_record.compute)
+        assert torch.equal(out, self.by_hand.compute([part], hidden.clone()))
+        return self.by_record.computed > before
+
+
+def test_results_are_those_of_computed_passes_while_groups_shrink_and_sequences_grow():
+    runs = Runs()
+    assert [runs.computes([7 + step] * 5) for step in range(4)] == [True, True, False, False]
+    assert not any(runs.computes([20 + step] * rows) for step, rows in enumerate((5, 4, 2, 1, 3, 5)))
+    assert not any(runs.computes([30 + step, 3, 9]) for step in range(5))
+
+
+def test_a_group_that_has_grown_is_recorded_when_it_no_longer_grows():
+    runs = Runs()
+    assert [runs.computes([9] * rows) for rows in (2, 2, 2, 4, 6, 6, 6, 2)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert runs.by_record.counters.counts["passes_recorded"] == 2
+
+
+def test_expert_calls_are_counted_as_in_computed_passes():
+    runs = Runs()
+    for rows in (4, 4, 4, 3):
+        runs.computes([5] * rows)
+    own, other = runs.by_record.counters, runs.by_hand.counters
+    assert {name: own.counts[name] for name in other.counts} == other.counts
+    assert own.counts["recorded_passes"] == 2
+    assert torch.equal(own.tokens_per_expert, other.tokens_per_expert)
+
+
+def test_time_counts_to_the_parts_of_a_pass():
+    runs = Runs()
+    for _ in range(4):
+        runs.computes([5] * 4)
+    spent = runs.by_record.counters.clock.read()
+    assert all(spent[part] > 0 for part in ("attention", "router", "experts"))
+
+
+def test_other_weights_or_pages_are_recorded_anew():
+    runs = Runs()
+    assert [runs.computes([5] * 3) for _ in range(3)] == [True, True, False]
+    runs.version = 1
+    assert [runs.computes([5] * 3) for _ in range(2)] == [True, False]
+
+
+def test_more_pages_than_there_is_room_for_are_recorded_anew():
+    runs = Runs()
+    assert [runs.computes([5]) for _ in range(3)] == [True, True, False]
+    assert [runs.computes([PAGE * pages]) for pages in (2, 3, 4, 5)] == [False, False, True, False]
+
+
+def test_layers_that_compute_with_other_operators_are_computed_each_time():
+    runs = Runs(adds_ones=True)
+    assert all(runs.computes([5] * 3) for _ in range(4))
+    assert runs.by_record.counters.counts["recorded_passes"] == 0
+
+
+def test_a_record_that_is_freed_meanwhile_does_not_disturb():
+    runs, other = Runs(), Runs()
+    for _ in range(3):
+        other.computes([5] * 2)
+    compute = runs.by_record.compute
+
+    def frees_the_other(parts: Any, hidden: torch.Tensor) -> torch.Tensor:
+        other.passes._record = None
+        gc.collect()
+        return compute(parts, hidden)
+
+    runs.by_record.compute = frees_the_other
+    assert [runs.computes([5] * 2) for _ in range(3)] == [True, True, False]
+
+
+def test_a_pass_that_fails_leaves_nothing_recording():
+    runs = Runs()
+    runs.computes([5] * 2)
+    part, hidden = decode_part([5, 5], 0)
+    with pytest.raises(ZeroDivisionError):
+        runs.passes.run(part, hidden, lambda parts, rows: 1 // 0)
+    assert [runs.computes([5] * 2) for _ in range(2)] == [True, False]
+
+
+def test_a_record_does_not_run_with_more_rows_than_it_has():
+    kernels, weight = native_kernels(), packed(HIDDEN, HIDDEN)
+    kernels.record_begin(3)
+    kernels.linear(torch.zeros(3, HIDDEN), weight)
+    number = kernels.record_end(keep=True)
+    assert kernels.record_names(number) == ["linear"]
+    with pytest.raises(RuntimeError, match="a record of 3 rows cannot run with 4"):
+        kernels.record_run(number, 4)
+    kernels.record_drop(number)
+    with pytest.raises(RuntimeError, match=f"there is no record {number}"):
+        kernels.record_run(number, 3)
