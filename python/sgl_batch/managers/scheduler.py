@@ -10,14 +10,13 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from sgl_batch.config import BatchConfig
 from sgl_batch.core.admission_policy import make_admission
 from sgl_batch.core.group_callbacks import BUILT_IN
 from sgl_batch.core.order import make_order
 from sgl_batch.core.page_boundary import boundary_due
 from sgl_batch.core.plan_change import PlanChange
 from sgl_batch.core.rank_moves import Migration
-from sgl_batch.core.start_choices import OFF, StartChoices, line_of
+from sgl_batch.core.start_choices import StartChoices, line_of
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use
@@ -36,7 +35,7 @@ from sgl_batch.managers.rank_migration import MovingSequences, RankMigration, Ra
 from sgl_batch.managers.rank_partition import make_partition
 from sgl_batch.managers.rank_steps import Part, RankSteps
 from sgl_batch.managers.speculation import Speculation
-from sgl_batch.managers.steps_in_flight import StepsInFlight, is_wanted, with_copied_results
+from sgl_batch.managers.steps_in_flight import StepsInFlight, check_overlap, is_wanted, with_copied_results
 from sgl_batch.managers.stored_migration import StoredSequences
 from sgl_batch.managers.token_moves import TokenMoves
 from sgl_batch.managers.tp_worker import BatchTpWorker
@@ -71,6 +70,7 @@ from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 from sgl_batch.sglang_adapter.types.messages import AbortRequest, PauseRequest, StateChange
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.startup.decode_setup import settle_decode
+from sgl_batch.startup.kv_ahead import kv_ahead
 from sgl_batch.startup.partition_setup import settle_partitions
 from sgl_batch.startup.start_setup import attention_of, settle_decode_kv, settle_overlap, why_no_drafts
 
@@ -110,7 +110,8 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         limit_stop_patterns()
         skip_ended_rows(self)
         self.rank_steps = None if context.rank_context is None else self._join(context.rank_context)
-        self._check_overlap(context.config)
+        check_overlap(context.config.schedule.overlap, several_ranks=self.rank_steps is not None)
+        self._kv_ahead = kv_ahead(runner, context)
         context.start_log.end("choices settled")
 
     def _settled(self, context: RunContext) -> tuple[BoundaryExecutor, StartChoices]:
@@ -368,17 +369,11 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             and not uses_penalties(batch)
         )
 
-    def _check_overlap(self, wanted: BatchConfig) -> None:
-        """Warn that several ranks do not overlap steps."""
-        if self.rank_steps is not None and is_wanted(wanted.schedule.overlap, OFF):
-            logger.warning(
-                "overlap is 'on', which several ranks do not do: each step's results are processed before they agree "
-                "on the next"
-            )
-
     def on_idle(self) -> None:
         self.profiler_manager.look()
         with self.context.counters.clock.part("idle"):
+            if self._group_idles and self._kv_ahead.step():
+                return  # to look for messages: a step takes milliseconds
             if self.rank_steps is None and not self.executor.paused:
                 super().on_idle()
             elif self._group_idles or self.executor.paused:
@@ -459,7 +454,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             logger.warning("the plan stays as it is: %s", error)
             return SetInternalStateReqOutput(updated=False)
         self._refused_change = None
-        self._check_overlap(wanted)
+        check_overlap(wanted.schedule.overlap, several_ranks=self.rank_steps is not None)
         make = partial(self._plan_changes.make, wanted, change.why)
         if self.rank_steps is None:
             make()

@@ -9,16 +9,28 @@ GPU.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from sgl_batch.sglang_adapter.scheduling import copy_results_to_host
 from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 
+logger = logging.getLogger(__name__)
+
 
 def is_wanted(overlap: str, settled: str) -> bool:
     """Return whether the option wants overlap; where it is `auto`, whether the choice of the start does."""
     return (settled if overlap == "auto" else overlap) == "on"
+
+
+def check_overlap(overlap: str, *, several_ranks: bool) -> None:
+    """Warn where the option asks several ranks to overlap steps, which they do not."""
+    if several_ranks and overlap == "on":
+        logger.warning(
+            "overlap is 'on', which several ranks do not do: each step's results are processed before they agree on "
+            "the next"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

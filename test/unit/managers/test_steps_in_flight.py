@@ -14,7 +14,13 @@ from rank_scenarios import Scenario, tight
 from virtual_ranks import Part, VirtualRanks
 
 from sgl_batch.core.rank_moves import Migration
-from sgl_batch.managers.steps_in_flight import StepInFlight, StepsInFlight, is_wanted, with_copied_results
+from sgl_batch.managers.steps_in_flight import (
+    StepInFlight,
+    StepsInFlight,
+    check_overlap,
+    is_wanted,
+    with_copied_results,
+)
 
 
 class Steps:
@@ -120,6 +126,12 @@ def test_results_of_a_batch_are_copied_at_once_and_processed_for_its_rows_of_the
 @pytest.mark.parametrize("settled", ["on", "off"])
 def test_the_option_decides_on_overlap_and_the_start_where_it_is_auto(settled: str) -> None:
     assert [is_wanted(option, settled) for option in ("on", "off", "auto")] == [True, False, settled == "on"]
+
+
+@pytest.mark.parametrize(("overlap", "several_ranks", "warns"), [("on", True, 1), ("auto", True, 0), ("on", False, 0)])
+def test_several_ranks_warn_only_where_overlap_is_asked_for(caplog, overlap, several_ranks, warns) -> None:
+    check_overlap(overlap, several_ranks=several_ranks)
+    assert len(caplog.records) == warns
 
 
 class LateDevice:
