@@ -117,10 +117,11 @@ def padded(num_bytes: int) -> int:
 
 
 def shared_arena(group: dist.ProcessGroup, num_bytes: int) -> SharedArena | None:
-    """Make an arena for the ranks of `group` at the same memory as this one; None if no other is, or if it cannot be.
+    """Make an arena for the ranks of `group` whose cores lie at the same memory as this one's.
 
-    Every rank of `group` calls this, with the same number of bytes. The group must be on one machine and have the
-    backend gloo. An arena takes memory only where it is written.
+    All ranks get None if no two of them are at the same memory, or if one of them cannot map it. Every rank of `group`
+    calls this, with the same number of bytes. The group must be on one machine and have the backend gloo. An arena
+    takes memory only where it is written.
     """
     memory, opened = reserved(num_bytes), _CLOSED
     made = os.memfd_create("sgl-batch-weights")
@@ -138,7 +139,7 @@ def shared_arena(group: dist.ProcessGroup, num_bytes: int) -> SharedArena | None
         logger.warning("each rank holds all weights, because memory cannot be shared between ranks: %s", error)
     are_mapped = gathered(group, [int(is_mapped)])  # a rank closes its file after all ranks have opened it
     os.close(made)
-    if len(sharers) > 1 and all(are_mapped[rank][0] for rank in sharers):
+    if len({row[0] for row in rows}) < len(rows) and all(mapped for (mapped,) in are_mapped):
         return SharedArena(group, sharers, memory, opened)
     if opened != _CLOSED:
         os.close(opened)

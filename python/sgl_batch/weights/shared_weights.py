@@ -17,7 +17,7 @@ from sgl_batch.distributed.shared_arena import SharedArena, padded, shared_arena
 from sgl_batch.sglang_adapter.checkpoint_loading import WeightWatch
 
 # Smaller ones are each rank's own: they take little, and some are computed and not loaded.
-_LEAST_NUMBERS = 1 << 15
+_LEAST_NUMBERS = 1 << 12
 # In the names of matrices whose parts SGLang copies to other tensors as soon as they are loaded.
 _COPIED = ".kv_b_proj."
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -99,7 +99,15 @@ def test_a_lone_rank_shares_nothing():
 def test_only_ranks_at_the_same_memory_share(monkeypatch):
     nodes = iter((0, 1, 1))
     monkeypatch.setattr(module, "read_cpus", lambda _: [Cpu(socket=0, node=next(nodes), core=0, number=0)])
-    assert sorted(0 if one is None else one.num_sharers for one in arenas(3)) == [0, 2, 2]
+    three = [one for one in arenas(3) if one is not None]
+    assert sorted(one.num_sharers for one in three) == [1, 2, 2]
+    on_all(three, SharedArena.seal)
+
+
+def test_nothing_is_shared_where_each_rank_is_at_other_memory(monkeypatch):
+    nodes = iter((0, 1))
+    monkeypatch.setattr(module, "read_cpus", lambda _: [Cpu(socket=0, node=next(nodes), core=0, number=0)])
+    assert arenas() == [None, None]
 
 
 def test_where_a_rank_cannot_map_the_memory_no_rank_shares_it(monkeypatch, caplog):
