@@ -21,7 +21,7 @@ import torch.distributed as dist
 from sgl_batch.distributed.rank_cores import read_cpus
 from sgl_batch.distributed.shared_memory import gathered
 from sgl_batch.memory.page_advice import HUGE_PAGE_BYTES, advise
-from sgl_batch.memory.page_mapping import fill_with_huge_page, map_file, map_own, reserved, written_ranges
+from sgl_batch.memory.page_mapping import fault_in, fill_with_huge_page, map_file, map_own, reserved, written_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ class SharedArena:
         """End the time of writing together. Every rank of the engine calls it."""
         self.barrier()
         map_file(self._memory, self._descriptor, shared=False)
+        for first, last in written_ranges(self._descriptor):
+            fault_in(self._memory[first:last])
 
     def make_own(self) -> None:
         """Give this rank a copy of all that is in it, at the same addresses, to write much to it.

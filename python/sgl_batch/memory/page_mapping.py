@@ -16,6 +16,7 @@ from sgl_batch.memory.page_advice import HUGE_PAGE_BYTES, advise
 
 # Numbers of Linux that the module mmap does not name.
 _MAP_FIXED = 0x10
+_MADV_POPULATE_READ = 22
 _MADV_COLLAPSE = 25
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -80,3 +81,8 @@ def fill_with_huge_page(memory: torch.Tensor) -> None:
         if "[never]" not in _HUGE_PAGES.read_text(encoding="ascii"):
             memory[:1].clone()  # the kernel replaces small pages, so there must be one
             advise(memory, _MADV_COLLAPSE, page_bytes=HUGE_PAGE_BYTES)
+
+
+def fault_in(memory: torch.Tensor) -> None:
+    """Let a file's pages under a tensor of whole pages count as resident before they are read (Linux 5.14)."""
+    advise(memory, _MADV_POPULATE_READ)

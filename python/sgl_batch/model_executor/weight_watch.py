@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
+from sgl_batch.core.model_numbers import number
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.families import family_of
@@ -15,13 +14,13 @@ from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.shared_weights import SharedWeights
 
 
-def weight_watch(config: Any, rank_context: RankContext | None, operators: CpuOperators | None) -> WeightWatch:
+def weight_watch(config: object, rank_context: RankContext | None, operators: CpuOperators | None) -> WeightWatch:
     """Return the watch of this rank, for a model with Hugging Face's `config`.
 
     On a CPU, several ranks share weights, and `operators` learn in which memory.
     """
     watch = LoadedWeights(
-        config.num_hidden_layers,
+        number(lambda name: getattr(config, name, None), "num_hidden_layers"),
         is_tied=bool(getattr(config, "tie_word_embeddings", False)),
         # Each rank loads its own experts, and all other weights.
         is_elsewhere=is_expert_weight

@@ -54,6 +54,16 @@ def test_what_one_rank_writes_all_have_until_they_keep_it_apart():
     assert tensors[1].unique_consecutive().tolist() == [1, 2]
 
 
+def test_what_is_kept_apart_counts_as_resident_before_it_is_read():
+    def resident_kb() -> int:
+        parts = Path("/proc/self/smaps").read_text(encoding="utf-8").split("memfd:sgl-batch-weights")[1:]
+        return sum(int(part.partition("\nRss:")[2].split()[0]) for part in parts)
+
+    both, _ = written_together()
+    on_all(both, SharedArena.seal)
+    assert resident_kb() >= 2 * 4 * NUMBERS // 1024
+
+
 def test_a_rank_with_its_own_copy_has_the_same_at_the_same_addresses():
     both, tensors = written_together()
     on_all(both, SharedArena.seal)
