@@ -11,7 +11,7 @@ PURE = ("sgl_batch.migration.protocol", "sgl_batch.migration.messages", "sgl_bat
 PURE_IMPORTS = {"__future__", "collections.abc", "enum", "msgspec", "typing"}
 # Room -> the rooms of ours that it may import.
 ROOMS = {
-    "distributed": {"distributed", "sglang_adapter", "core", "config", "errors"},
+    "distributed": {"distributed", "memory", "sglang_adapter", "core", "config", "errors"},
     "migration": {"migration", "distributed", "mem_cache", "core", "config", "errors"},
 }
 

@@ -118,3 +118,4 @@ def test_the_error_of_a_rank_that_fails_ends_the_start_while_the_other_waits(
     assert start.alive() == []
     logged = [line.split(maxsplit=4)[4] for line in capfd.readouterr().err.splitlines() if " s  " in line]
     assert {f"rank {rank} weights packed" for rank in range(2)} <= {" ".join(line.split()) for line in logged}
+    assert sum(line.endswith(" MiB of weights held once for 2 ranks") for line in logged) == 2

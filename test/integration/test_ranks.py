@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -62,6 +63,26 @@ def rank_processes(engine: Any) -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.pid)
 
 
+def share_weights(engine: Any) -> bool:
+    """Return whether all ranks map the same weights and none has a page of them for itself; False if none maps any."""
+    found = [shared_weights(process.pid) for process in rank_processes(engine)]
+    files = {file for file, _ in found}
+    return len(files) == 1 and None not in files and all(private == 0 for _, private in found)
+
+
+def shared_weights(pid: int) -> tuple[str | None, int]:
+    """Return which memory a process shares with others for weights, if any, and of how much it has copies, in kB."""
+    file, private, is_inside = None, 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            is_inside = "memfd:sgl-batch-weights" in line
+            file = words[4] if is_inside else file
+        elif is_inside and words[0] == "Anonymous:":
+            private += int(words[1])
+    return file, private
+
+
 @pytest.mark.parametrize(("family", "number", "dispatcher"), [(FAMILIES[2], 2, "gloo"), (FAMILIES[1], 4, "shared")])
 def test_greedy_tokens_of_ranks_equal_huggingface_with_every_sequence_moved_at_every_boundary(
     family: str,
@@ -88,6 +109,7 @@ def test_bfloat16_tokens_of_two_ranks_are_those_of_one(batch_engine: Callable[..
     one = generate(batch_engine(FAMILIES[0], 7, dtype="bfloat16"), prompts)
     engine = batch_engine(FAMILIES[0], 7, dtype="bfloat16", **ranks(2))
     assert generate(engine, prompts) == one
+    assert share_weights(engine)
     with held_up_at_random(rank_processes(engine)):
         assert generate(engine, prompts) == one
 

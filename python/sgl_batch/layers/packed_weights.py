@@ -14,9 +14,10 @@ from types import ModuleType
 
 import torch
 
+from sgl_batch.distributed.shared_arena import SharedArena
 from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.column_split import ColumnSplit, PassSplit
-from sgl_batch.layers.int8_weights import from_int8, to_int8
+from sgl_batch.layers.int8_weights import from_int8, int8_room, new_tensor, to_int8
 from sgl_batch.layers.moe import cpu_experts
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
 
@@ -56,9 +57,18 @@ class PackedWeights:
         self._kernels = kernels
         self._int8, self._int8_rows = int8, int8_rows
         self._packed: dict[int, _Packed] = {}
+        self._arena: SharedArena | None = None
         self.split = PassSplit()
         self.version = 0
         """Changes whenever packed weights may have changed."""
+
+    def share(self, arena: SharedArena) -> None:
+        """Pack weights that lie in an arena together with the ranks that share it, each some of them.
+
+        All ranks then add the same weights in the same order, and `seal` the arena. Before weights may be written,
+        this rank takes a copy of them all.
+        """
+        self._arena = arena
 
     def add_linear(self, weight: torch.Tensor, *, exact: bool = False) -> bool:
         """Pack a weight [out, in]; return False if the kernels cannot take it."""
@@ -98,14 +108,22 @@ class PackedWeights:
 
     def _put(self, packed: _Packed, *, int8: bool) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
+        arena = self._arena if self._arena is not None and packed.weight in self._arena else None
+        is_ours = arena is None or arena.takes(packed.weight.nbytes)
         if packed.reordered:
             _reorder(packed.weight.data, in_halves)
         if int8:
-            rounded, packed.scales = to_int8(packed.matrices)
+            exact = packed.matrices
+            rounded, packed.scales = int8_room(exact.shape, new_tensor if arena is None else arena.empty)
+            if is_ours:
+                to_int8(exact, (rounded, packed.scales))
+            if is_ours and arena is not None:
+                arena.release(exact)
             packed.weight.data = rounded.view(packed.weight.shape)
             packed.in_quads = self._int8_rows
-        pack = self._kernels.pack_quads_ if packed.in_quads else self._kernels.pack_
-        pack(packed.matrices)
+        if is_ours:
+            pack = self._kernels.pack_quads_ if packed.in_quads else self._kernels.pack_
+            pack(packed.matrices)
         self._packed[packed.weight.data_ptr()] = packed
 
     def _take(self, packed: _Packed) -> None:
@@ -131,6 +149,9 @@ class PackedWeights:
 
         A rounded weight that is not written to rounds to the same values again.
         """
+        if self._arena is not None:
+            self._arena.make_own()
+            self._arena = None
         everything = list(self._packed.values())
         for packed in everything:
             self._take(packed)

@@ -10,6 +10,7 @@ import torch
 
 from sgl_batch.config import ForwardConfig, MemoryConfig
 from sgl_batch.core.start_choices import Choice
+from sgl_batch.distributed.shared_arena import SharedArena
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
@@ -63,6 +64,8 @@ class CpuOperators:
         self._streamer: WeightStreamer[ExpertSlots] | None = None
         self.fitted_streamer: WeightStreamer[ExpertSlots] | None = None
         """The streamer of experts that take the memory that forward passes leave; None if --weight-memory is given."""
+        self.shared_weights: SharedArena | None = None
+        """The memory that this rank shares with others for their equal weights; None if there is none."""
         self.expert_runner = expert_runner
         if expert_runner == "auto":
             self.expert_runner = "torch" if self._kernels is None else "native"
@@ -140,6 +143,15 @@ class CpuOperators:
             return 0
         slots, is_fitted = self._streamer.slots, self.fitted_streamer is not None
         return slots.staging_bytes + (self._streamer.bytes_to_stream if is_fitted else slots.tensors.num_bytes)
+
+    @property
+    def rounds_to_int8(self) -> bool:
+        return self._int8
+
+    def share_weights(self, arena: SharedArena) -> None:
+        """Let `adopt` pack the weights of an arena together with the ranks that share it. The caller seals it then."""
+        self.shared_weights = arena
+        self._weights.share(arena)
 
     def adopt(self, model: torch.nn.Module) -> None:
         """Pack the weights of a loaded model for the native kernels, and let its layers compute with them.

@@ -42,6 +42,7 @@ from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.partition_set import PartitionSets
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
+from sgl_batch.model_executor.weight_watch import weight_watch
 from sgl_batch.model_executor.yield_callback import make_yield_callback
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers, reports_choices
@@ -62,7 +63,6 @@ from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 from sgl_batch.sglang_adapter.private_ports import on_this_machine
 from sgl_batch.sglang_adapter.ranks import expert_shard
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
-from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.unloaded_experts import unloaded_experts
 
 logger = logging.getLogger(__name__)
@@ -70,10 +70,6 @@ logger = logging.getLogger(__name__)
 
 def _nothing() -> None:
     pass
-
-
-def _never(_name: str) -> bool:
-    return False
 
 
 class BatchModelRunner(ModelRunner):  # type: ignore[misc]
@@ -139,7 +135,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         )
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         self.context.start_log.end("scheduler and process groups made")
-        watch = self._watch_of_weights()
+        watch = weight_watch(self.model_config.hf_text_config, rank_context, self.context.cpu_operators)
         with shard, huge_parameters(), models_as_configured():
             if memory.weights == "resident":
                 with loading_weights(self.server_args, watch):
@@ -153,17 +149,6 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.weight_bytes = resident_weight_bytes(self.model, int8=int8)
         self.context.start_log.end("model made, weights read", num_bytes=self.weight_bytes)
         forget_peak()
-
-    def _watch_of_weights(self) -> LoadedWeights:
-        config, rank_context = self.model_config.hf_text_config, self._rank_context
-        return LoadedWeights(
-            config.num_hidden_layers,
-            is_tied=bool(getattr(config, "tie_word_embeddings", False)),
-            # Each rank loads its own experts, and all other weights.
-            is_elsewhere=is_expert_weight
-            if rank_context is not None and rank_context.topology.num_expert_shards > 1
-            else _never,
-        )
 
     def init_kv_cache_configurator(self) -> None:
         """Size the KV pool: with a budget for the device, it gets what the other needs leave.
@@ -229,6 +214,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.context.start_log.end("KV pools made")
         self._operators.adopt(self.model)
         self.context.start_log.end("weights packed")
+        arena = None if self.context.cpu_operators is None else self.context.cpu_operators.shared_weights
+        if arena is not None:
+            arena.seal()
+            held = format_bytes(arena.num_bytes)
+            self.context.start_log.end(f"{held} of weights held once for {arena.num_sharers} ranks")
         self._pass_memory = self._measure_passes()
         family = family_of(self.model)
         if family is None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
 import pytest
 import torch
+from gloo_pairs import gloo_groups
+from torch.distributed import ProcessGroup
 
+from sgl_batch.distributed.shared_arena import shared_arena
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts
@@ -250,3 +257,67 @@ def test_rows_of_a_packed_weight_are_those_of_the_plain_one(kernels, dtype, outp
     assert packed.add_linear(weight) == (kernels is not None)
     for ids in (torch.arange(outputs), torch.tensor([[outputs - 1, 0], [3, 3]]), torch.empty(0, dtype=torch.int64)):
         assert torch.equal(packed.rows(ids, weight), plain[ids])
+
+
+def on_both(ranks: Sequence[Rank], do: Callable[[Rank], object]) -> None:
+    """Call `do` for two ranks at once: they wait for each other."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(do, ranks))
+
+
+@dataclass
+class Rank:
+    """A rank that shares two weights with another rank: one that may be rounded, and an exact one."""
+
+    group: ProcessGroup
+    packed: PackedWeights
+    dtype: torch.dtype
+    shared: list[torch.Tensor] = field(default_factory=list)
+
+    def pack(self) -> None:
+        plain = [draw(64, HIDDEN, dtype=self.dtype), draw(80, HIDDEN, dtype=self.dtype)]
+        arena = shared_arena(self.group, 1 << 20)
+        assert arena is not None
+        self.packed.share(arena)
+        self.shared = [arena.empty(one.shape, one.dtype) for one in plain]
+        for rank, (here, one) in enumerate(zip(self.shared, plain, strict=True)):
+            if rank == self.group.rank():
+                here.copy_(one)
+        arena.barrier()
+        for number, weight in enumerate(self.shared):
+            self.packed.add_linear(weight, exact=number == 1)
+        arena.seal()
+
+    def products(self) -> list[torch.Tensor]:
+        return [self.packed.linear(draw(5, HIDDEN, dtype=self.dtype), weight) for weight in self.shared]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rounding", [{}, {"int8": True}, {"int8": True, "int8_rows": True}], ids=str)
+def test_ranks_pack_shared_weights_once_and_one_writes_to_its_own_copy_alone(dtype, rounding):
+    def weights() -> PackedWeights:
+        return PackedWeights(native_kernels(), **rounding)
+
+    ranks = [Rank(group, weights(), dtype) for group in gloo_groups(2)]
+    on_both(ranks, Rank.pack)
+    alone = Rank(ranks[0].group, weights(), dtype, [draw(64, HIDDEN, dtype=dtype), draw(80, HIDDEN, dtype=dtype)])
+    for number, weight in enumerate(alone.shared):
+        alone.packed.add_linear(weight, exact=number == 1)
+
+    def equal(one: Rank, other: Rank) -> bool:
+        return all(map(torch.equal, one.products(), other.products()))
+
+    assert equal(ranks[0], alone)
+    assert equal(ranks[1], alone)
+    for rank in (ranks[0], alone):
+        with rank.packed.plain():
+            rank.shared[1].mul_(2)
+            rank.shared[0].neg_()
+    assert equal(ranks[0], alone)
+    assert not equal(ranks[1], alone)
+    with ranks[1].packed.plain():
+        pass
+    with alone.packed.plain():
+        alone.shared[1].div_(2)
+        alone.shared[0].neg_()
+    assert equal(ranks[1], alone)

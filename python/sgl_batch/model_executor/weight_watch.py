@@ -1,0 +1,43 @@
+"""Owns what sees the weights of a checkpoint while a rank loads them: the proof that all are loaded, and sharing."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from sgl_batch.checkpoint.expert_layout import is_expert_weight
+from sgl_batch.core.model_numbers import number
+from sgl_batch.distributed.rank_context import RankContext
+from sgl_batch.model_executor.cpu_operators import CpuOperators
+from sgl_batch.model_executor.families import family_of
+from sgl_batch.sglang_adapter.checkpoint_loading import WeightWatch
+from sgl_batch.weights.loaded_weights import LoadedWeights
+from sgl_batch.weights.shared_weights import SharedWeights
+
+
+def weight_watch(config: object, rank_context: RankContext | None, operators: CpuOperators | None) -> WeightWatch:
+    """Return the watch of this rank, for a model with Hugging Face's `config`.
+
+    On a CPU, several ranks share weights, and `operators` learn in which memory.
+    """
+    watch = LoadedWeights(
+        number(lambda name: getattr(config, name, None), "num_hidden_layers"),
+        is_tied=bool(getattr(config, "tie_word_embeddings", False)),
+        # Each rank loads its own experts, and all other weights.
+        is_elsewhere=is_expert_weight
+        if rank_context is not None and rank_context.topology.num_expert_shards > 1
+        else _never,
+    )
+    if rank_context is None or operators is None:
+        return watch
+    return SharedWeights(
+        watch, rank_context, int8=operators.rounds_to_int8, may_share=_is_known, share=operators.share_weights
+    )
+
+
+def _never(_name: str) -> bool:
+    return False
+
+
+def _is_known(model: nn.Module) -> bool:
+    """Return whether a model is of a family with an adapter: others may compute with weights while they are loaded."""
+    return family_of(model) is not None
