@@ -122,7 +122,7 @@ def test_parts_smaller_than_a_huge_page_and_no_parts_take_nothing():
 @pytest.mark.usefixtures("_populates")
 @pytest.mark.parametrize("latent", [False, True])
 def test_the_pages_of_every_pool_can_be_taken(latent):
-    pages, page_size = 64, 64
+    pages, page_size = 128, 64  # some whole huge pages in each part, wherever it begins
     pool = (
         LatentPagePool(pages * page_size, page_size, torch.bfloat16, 512, 64, LAYERS, "cpu", False)
         if latent

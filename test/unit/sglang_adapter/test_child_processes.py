@@ -12,7 +12,7 @@ from sgl_batch.sglang_adapter import child_processes
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 
 BOUNDS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-KEYS = ("SGLANG_PLATFORM", "OMP_WAIT_POLICY", "PYTHONWARNINGS", *BOUNDS)
+KEYS = ("SGLANG_PLATFORM", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PYTHONWARNINGS", *BOUNDS)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_children_on_a_cpu_get_the_platform_waiting_threads_and_bounded_kernel_c
     with child_processes.platform(CPU_PLATFORM):
         inside = environment()
     assert inside["SGLANG_PLATFORM"] == CPU_PLATFORM
-    assert inside["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert (inside["OMP_WAIT_POLICY"], inside["GOMP_SPINCOUNT"]) == ("PASSIVE", "3000")
     assert inside["PYTHONWARNINGS"] == "ignore:resource_tracker:UserWarning"
     assert all(int(inside[key] or 0) in range(1, 1024) for key in BOUNDS)
 
