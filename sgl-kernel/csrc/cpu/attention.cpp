@@ -144,8 +144,8 @@ class Attention {
     // A token's rows of one KV head lie one after the other.
     for (int64_t at = 0; at < heads * rows; at += group_)
       convert_row(scratch + queries_at_ + at * query_bytes(), row_dtype_,
-                  static_cast<const char*>(c_.q) + row_offset(block, block.head + at / rows, at % rows, c_.q_stride), c_.dtype,
-                  group_ * c_.dim);
+                  static_cast<const char*>(c_.q) + row_offset(block, block.head + at / rows, at % rows, c_.q_stride),
+                  c_.dtype, group_ * c_.dim);
     const Tiles tiles(0, rows, tile_.max_rows);
     const int64_t tokens = seen_by(block, block.end - 1);
     for (int64_t first = first_chunk(block); first < tokens; first += chunk_)
@@ -153,23 +153,28 @@ class Attention {
         const Next next = head + 1 < heads          ? Next{&block, block.head + head + 1, first}
                           : first + chunk_ < tokens ? Next{&block, block.head, first + chunk_}
                                                     : after;
-        const Rows own{scratch + queries_at_ + head * rows * query_bytes(), state + 2 * head * rows, sums + head * rows * padded_dim_};
-        for (int64_t tile = 0; tile < tiles.count; ++tile) attend_tile(block, block.head + head, first, next, tiles, tile, own, scratch);
+        const Rows own{scratch + queries_at_ + head * rows * query_bytes(), state + 2 * head * rows,
+                       sums + head * rows * padded_dim_};
+        for (int64_t tile = 0; tile < tiles.count; ++tile)
+          attend_tile(block, block.head + head, first, next, tiles, tile, own, scratch);
       }
-    for (int64_t at = 0; at < heads * rows; at += group_) write_token(block, block.head + at / rows, at % rows, sums + at * padded_dim_, state + 2 * at);
+    for (int64_t at = 0; at < heads * rows; at += group_)
+      write_token(block, block.head + at / rows, at % rows, sums + at * padded_dim_, state + 2 * at);
   }
 
   // The rows of one token for one KV head.
   void write_token(const Block& block, int64_t head, int64_t row, float* sums, const float* state) const {
     char* out = static_cast<char*>(c_.out) + row_offset(block, head, row, c_.q_heads * c_.dim);
     const int64_t out_bytes = c_.dim * static_cast<int64_t>(element());
-    for (int64_t i = 0; i < group_; ++i) scale_row(sums + i * padded_dim_, sums + i * padded_dim_, 1.0f / state[2 * i + 1], c_.dim);
+    for (int64_t i = 0; i < group_; ++i)
+      scale_row(sums + i * padded_dim_, sums + i * padded_dim_, 1.0f / state[2 * i + 1], c_.dim);
     if (padded_dim_ != c_.dim) {
       for (int64_t i = 0; i < group_; ++i) write_row(out + i * out_bytes, c_.dtype, sums + i * padded_dim_, c_.dim);
       return;
     }
     for (int64_t column = 0; column < c_.dim; column += kPanel)
-      isa_.store(sums + column, padded_dim_, static_cast<int>(group_), c_.dtype, out + column * static_cast<int64_t>(element()), out_bytes);
+      isa_.store(sums + column, padded_dim_, static_cast<int>(group_), c_.dtype,
+                 out + column * static_cast<int64_t>(element()), out_bytes);
   }
 
   int64_t query_bytes() const { return c_.dim * static_cast<int64_t>(size_of(row_dtype_)); }
@@ -186,8 +191,8 @@ class Attention {
     float* sums = own.sums + row * padded_dim_;
     const char* queries = own.queries + row * query_bytes();
     for (int64_t part = 0; part < most; part += part_)
-      score(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), page_of(next, part), queries,
-            scores + part, tiles, tile, scratch);
+      score(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), page_of(next, part),
+            queries, scores + part, tiles, tile, scratch);
     char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
     int64_t from[kMaxRows], seen[kMaxRows];
     for (int i = 0; i < m; ++i) {
@@ -195,12 +200,12 @@ class Attention {
       from[i] = std::clamp<int64_t>(first_seen(block, token) - first, 0, chunk_);
       seen[i] = std::clamp<int64_t>(seen_by(block, token) - first, 0, chunk_);
     }
-    isa_.softmax_step({m, scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling, state, row_dtype_, weights, sums,
-                       padded_dim_});
+    isa_.softmax_step({m, scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling, state, row_dtype_, weights,
+                       sums, padded_dim_});
     for (int64_t part = 0; part < most; part += part_)
-      add_values(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), page_of(next, part),
-                 weights + part * static_cast<int64_t>(size_of(row_dtype_)), sums, c_.window != 0 || first + part > 0, tiles, tile,
-                 scratch);
+      add_values(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part),
+                 page_of(next, part), weights + part * static_cast<int64_t>(size_of(row_dtype_)), sums,
+                 c_.window != 0 || first + part > 0, tiles, tile, scratch);
   }
 
   int64_t weight_bytes() const { return score_stride_ * static_cast<int64_t>(size_of(row_dtype_)); }

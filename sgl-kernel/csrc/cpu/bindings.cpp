@@ -73,11 +73,13 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   const float* bias2 = floats_in(w2_bias, num_experts * hidden, "w2_bias");
   auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
   auto rows_per_expert = at::zeros({num_experts}, x.options().dtype(at::kLong));
-  const ExpertsCall call{tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"), w13.data_ptr(),
-               w2.data_ptr(), weight_dtype_of(w13, "w13"), scales_of(w13, w13_scales, num_slots * 2 * inter, "w13"),
-               scales_of(w2, w2_scales, num_slots * hidden, "w2"), topk_weights.data_ptr<float>(), topk_ids.data_ptr<int32_t>(),
-               out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(), slot_of, bias13, bias2,
-               alpha.has_value(), static_cast<float>(alpha.value_or(0.0)), static_cast<float>(limit.value_or(0.0))};
+  const ExpertsCall call{tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"),
+                         w13.data_ptr(), w2.data_ptr(), weight_dtype_of(w13, "w13"),
+                         scales_of(w13, w13_scales, num_slots * 2 * inter, "w13"),
+                         scales_of(w2, w2_scales, num_slots * hidden, "w2"), topk_weights.data_ptr<float>(),
+                         topk_ids.data_ptr<int32_t>(), out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(),
+                         slot_of, bias13, bias2, alpha.has_value(), static_cast<float>(alpha.value_or(0.0)),
+                         static_cast<float>(limit.value_or(0.0))};
   run_and_record("experts", tokens,
                  {x, w13, w2, topk_weights, topk_ids, out, rows_per_expert, or_none(w13_scales), or_none(w2_scales),
                   or_none(slots), or_none(w13_bias), or_none(w2_bias)},
@@ -149,8 +151,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   }
   auto out = at::empty({x.size(0), n}, x.options());
   const PackedWeight packed{weight.data_ptr(), weight_dtype_of(weight, "weight"), scales_of(weight, scales, n, "weight"), n, k};
-  const LinearCall call{x.size(0), 1, x.data_ptr(), k, 0, dtype_of(x, "x"), packed, bias.has_value() ? bias_f32.data_ptr<float>() : nullptr,
-              out.data_ptr(), n, 0};
+  const LinearCall call{x.size(0), 1, x.data_ptr(), k, 0, dtype_of(x, "x"), packed,
+                        bias.has_value() ? bias_f32.data_ptr<float>() : nullptr, out.data_ptr(), n, 0};
   run_and_record("linear", call.rows, {x, weight, bias_f32, or_none(scales), out}, [call](int64_t rows) {
     LinearCall own = call;
     own.rows = rows;
@@ -256,13 +258,14 @@ void qk_norm_rope(at::Tensor qkv, const at::Tensor& q_weight, const at::Tensor& 
   TORCH_CHECK(qkv.dim() == 2 && qkv.stride(1) == 1 && qkv.size(1) >= heads * head_dim, "qkv is ", qkv.sizes(),
               " with strides ", qkv.strides(), " for ", heads, " heads of ", head_dim);
   const QkNormRopeCall call{rotary_call(qkv, positions, cos_sin, heads, head_dim, neox), q_heads, q_weight.data_ptr(),
-                    k_weight.data_ptr(), dtype_of(q_weight, "q_weight"), static_cast<float>(eps)};
-  run_and_record("qk_norm_rope", qkv.size(0), {qkv, q_weight, k_weight, positions, cos_sin}, [call, limit = cos_sin.size(0)](int64_t rows) {
-    check_positions(call.heads.positions, rows, limit);
-    QkNormRopeCall own = call;
-    own.heads.rows = rows;
-    run_qk_norm_rope(own);
-  });
+                            k_weight.data_ptr(), dtype_of(q_weight, "q_weight"), static_cast<float>(eps)};
+  run_and_record("qk_norm_rope", qkv.size(0), {qkv, q_weight, k_weight, positions, cos_sin},
+                 [call, limit = cos_sin.size(0)](int64_t rows) {
+                   check_positions(call.heads.positions, rows, limit);
+                   QkNormRopeCall own = call;
+                   own.heads.rows = rows;
+                   run_qk_norm_rope(own);
+                 });
 }
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::Tensor& v_pages, const at::Tensor& starts,
@@ -284,9 +287,9 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::T
   check_pieces(starts, lengths, table_starts, tables, q.size(0), page, k_pages.size(0));
   auto out = at::empty({q.size(0), q.size(1)}, q.options());
   const AttentionCall call{lengths.size(0), q_heads, kv_heads, dim, page, q.data_ptr(), q.stride(0), k_pages.data_ptr(),
-                 v_pages.data_ptr(), dtype_of(q, "q"), starts.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
-                 table_starts.data_ptr<int64_t>(), tables.data_ptr<int64_t>(), static_cast<float>(scaling), window, sink,
-                 out.data_ptr()};
+                           v_pages.data_ptr(), dtype_of(q, "q"), starts.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
+                           table_starts.data_ptr<int64_t>(), tables.data_ptr<int64_t>(), static_cast<float>(scaling), window, sink,
+                           out.data_ptr()};
   // Pieces of one row each are counted by rows.
   const bool by_row = starts.data_ptr<int64_t>()[call.pieces] == call.pieces;
   run_and_record("attention", by_row ? call.pieces : -1,
