@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "packing_int8.h"
+#include "product_int8.h"
 #include "routing.h"
 #include "rows.h"
 #include "rows_int8.h"
@@ -13,8 +14,13 @@
 namespace sgl_batch {
 namespace {
 
-constexpr int64_t kMostPanelsPerTask = 4;
+constexpr int64_t kDownPanelsPerTask = 2;  // whose products of a group wait for their sums in the L2 cache
 constexpr int64_t kRowsPerGroup = 4096;  // routed rows whose down products wait for their sums at once
+
+// A panel of an expert's matrix.
+struct Place {
+  int64_t expert, panel;
+};
 
 // A block of one expert's rows: [begin, end) in the routing's order.
 struct Block {
@@ -44,13 +50,18 @@ class Int8Experts {
     const auto x_bytes = static_cast<int64_t>(size_of(c_.x_dtype));
     round_rows(c_.x, c_.x_dtype, c_.x_stride * x_bytes, c_.tokens, c_.hidden, x_);
     const auto blocks = static_cast<int64_t>(blocks_.size());
-    run_tasks(blocks * up_chunks_, [this](int64_t task, int thread) {
-      gate_up(blocks_[task / up_chunks_], task % up_chunks_, scratch(thread));
+    const int64_t up_tasks = blocks * up_chunks_, down_tasks = down_chunks_ * groups_;
+    run_tasks_ahead(up_tasks, [this, up_tasks](int64_t task, int64_t next, int thread) {
+      const int64_t after = std::min(next, up_tasks - 1);
+      const Place place{blocks_[after / up_chunks_].expert, after % up_chunks_ * up_panels_per_task_};
+      gate_up(blocks_[task / up_chunks_], task % up_chunks_, place, scratch(thread));
     });
     if (up_chunks_ > 1) run_tasks(blocks, [this](int64_t task, int) { round_block(blocks_[task], between(blocks_[task])); });
     // The chunks of one group come one after the other: its rows stay in the caches.
-    run_tasks(down_chunks_ * groups_,
-              [this](int64_t task, int thread) { down(task % down_chunks_, task / down_chunks_, scratch(thread)); });
+    run_tasks_ahead(down_tasks, [this, down_tasks](int64_t task, int64_t next, int thread) {
+      const Place after{0, std::min(next, down_tasks - 1) % down_chunks_ * down_panels_per_task_};
+      down(task % down_chunks_, task / down_chunks_, after, scratch(thread));
+    });
   }
 
  private:
@@ -62,7 +73,7 @@ class Int8Experts {
     up_chunks_ = divide_up(up_panels, up_panels_per_task_);
     tokens_per_group_ = std::min(c_.tokens, std::max<int64_t>(1, kRowsPerGroup / std::max<int64_t>(1, c_.top_k)));
     groups_ = divide_up(c_.tokens, tokens_per_group_);
-    down_panels_per_task_ = std::clamp<int64_t>(down_panels * groups_ / wanted, 1, kMostPanelsPerTask);
+    down_panels_per_task_ = std::clamp<int64_t>(down_panels * groups_ / wanted, 1, kDownPanelsPerTask);
     down_chunks_ = divide_up(down_panels, down_panels_per_task_);
   }
 
@@ -105,45 +116,54 @@ class Int8Experts {
   }
 
   // One block's rows through some of an expert's gate and up panels: SiLU(gate) * up in f32, which lies with the block's
-  // other columns, or is rounded at once where these are all.
-  void gate_up(const Block& block, int64_t chunk, char* scratch) const {
+  // other columns, or is rounded at once where these are all. `after`: what this thread needs next.
+  void gate_up(const Block& block, int64_t chunk, const Place& after, char* scratch) const {
     const Int8Rows rows = rows_room_.in(scratch);
-    for (int64_t row = block.begin; row < block.end; ++row) x_.copy(routing_.rows[row].token, rows, row - block.begin);
+    gather(block, rows);
     float* to = up_chunks_ > 1 ? between(block) : reinterpret_cast<float*>(scratch + between_at_);
     const int64_t first = chunk * up_panels_per_task_;
     const int64_t last = std::min(first + up_panels_per_task_, divide_up(c_.inter, kPanel));
     {
       const TileUse use(kernel_.release);
-      for (int64_t panel = first; panel < last; ++panel) gate_up_panel(block, panel, rows, to + panel * kPanel, scratch);
+      for (int64_t panel = first; panel < last; ++panel) {
+        const Place next = panel + 1 < last ? Place{block.expert, panel + 1} : after;
+        gate_up_panel(block, panel, next, rows, to + panel * kPanel, scratch);
+      }
     }
     if (up_chunks_ == 1) round_block(block, to);
   }
 
-  void gate_up_panel(const Block& block, int64_t panel, const Int8Rows& rows, float* to, char* scratch) const {
-    const PackedInt8 gate = w13(block.expert, 0), up = w13(block.expert, 1);
-    auto* spare = reinterpret_cast<uint8_t*>(scratch + spare_at_);
-    const uint8_t* gate_panel = gate.ready(panel, spare);
-    const uint8_t* up_panel = up.ready(panel, spare + gate.spare_bytes());
-    const int64_t next = std::min(panel + 1, gate.panels() - 1);
-    const float* gate_bias = c_.w13_bias == nullptr ? nullptr : c_.w13_bias + 2 * block.expert * c_.inter + panel * kPanel;
-    const float* up_bias = gate_bias == nullptr ? nullptr : gate_bias + c_.inter;
-    const Tiles tiles(0, block.end - block.begin, kernel_.max_rows);
-    alignas(64) float gates[kMaxRows * kPanel], ups[kMaxRows * kPanel];
-    for (int64_t tile = 0; tile < tiles.count; ++tile) {
-      product(gate, panel, gate_panel, rows, tiles, tile, ahead(tiles, tile, gate, next), gate_bias, gates, kPanel);
-      product(up, panel, up_panel, rows, tiles, tile, ahead(tiles, tile, up, next), up_bias, ups, kPanel);
-      mix(gates, ups, tiles.size(tile), to + tiles.at(tile) * between_stride_);
+  void gather(const Block& block, const Int8Rows& rows) const {
+    for (int64_t row = block.begin; row < block.end; ++row) {
+      if (row + 1 < block.end) fetch(x_.row(routing_.rows[row + 1].token), static_cast<size_t>(x_.stride));
+      x_.copy(routing_.rows[row].token, rows, row - block.begin);
     }
   }
 
-  // A tile of rows through one panel.
-  void product(const PackedInt8& weight, int64_t panel, const uint8_t* ready, const Int8Rows& rows, const Tiles& tiles,
-               int64_t tile, const Ahead& ahead, const float* bias, float* to, int64_t stride) const {
-    alignas(64) int32_t sums[kMaxRows * kPanel];
-    const int64_t row = tiles.at(tile);
-    const int m = tiles.size(tile);
-    kernel_.run({rows.row(row), rows.stride, ready, quad_steps(weight.k), m, rows.starts + row, sums, ahead});
-    scale_sums(sums, m, weight.width(panel), {rows.scales + row, weight.scales + panel * kPanel, bias}, to, stride);
+  // To the first cache: it is read next.
+  static void fetch(const void* from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 3);
+  }
+
+  void gate_up_panel(const Block& block, int64_t panel, const Place& next, const Int8Rows& rows, float* to,
+                     char* scratch) const {
+    const PackedInt8 gate = w13(block.expert, 0), up = w13(block.expert, 1);
+    auto* spare = reinterpret_cast<uint8_t*>(scratch + spare_at_);
+    const float* gate_bias = c_.w13_bias == nullptr ? nullptr : c_.w13_bias + 2 * block.expert * c_.inter + panel * kPanel;
+    const float* up_bias = gate_bias == nullptr ? nullptr : gate_bias + c_.inter;
+    const Int8Panel gate_panel(kernel_, gate, panel, gate_bias, spare);
+    const Int8Panel up_panel(kernel_, up, panel, up_bias, spare + gate.spare_bytes());
+    const uint8_t* next_gate = w13(next.expert, 0).panel(next.panel);
+    const uint8_t* next_up = w13(next.expert, 1).panel(next.panel);
+    const Tiles tiles(0, block.end - block.begin, kernel_.max_rows);
+    alignas(64) float gates[kMaxRows * kPanel], ups[kMaxRows * kPanel];
+    for (int64_t tile = 0; tile < tiles.count; ++tile) {
+      const int64_t row = tiles.at(tile);
+      const int m = tiles.size(tile);
+      gate_panel.multiply(rows, row, m, ahead(tiles, tile, gate, next_gate), gates, kPanel);
+      up_panel.multiply(rows, row, m, ahead(tiles, tile, up, next_up), ups, kPanel);
+      mix(gates, ups, m, to + row * between_stride_);
+    }
   }
 
   void mix(const float* gates, const float* ups, int m, float* to) const {
@@ -159,12 +179,12 @@ class Int8Experts {
       round_row(from + (row - block.begin) * between_stride_, c_.inter, inter_, row);
   }
 
-  static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedInt8& weight, int64_t panel) {
-    return tiles.ahead(tile, weight.panel(panel), weight.panel_bytes(), quad_steps(weight.k));
+  static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedInt8& weight, const uint8_t* next) {
+    return tiles.ahead(tile, next, weight.panel_bytes(), quad_steps(weight.k));
   }
 
   // Some columns of the output for a group of tokens: down products of all experts, then each token's sum.
-  void down(int64_t chunk, int64_t group, char* scratch) const {
+  void down(int64_t chunk, int64_t group, const Place& after, char* scratch) const {
     const int64_t first = chunk * down_panels_per_task_, begin = group * tokens_per_group_;
     const int64_t end = std::min(c_.tokens, begin + tokens_per_group_);
     const int64_t panels = std::min(down_panels_per_task_, divide_up(c_.hidden, kPanel) - first);
@@ -176,15 +196,19 @@ class Int8Experts {
     for (int64_t expert = 0; expert < c_.experts; ++expert) {
       const auto [from, to] = routing_.rows_of(expert, begin, end);
       if (from == to) continue;
+      const Place next = expert + 1 < c_.experts ? Place{expert + 1, first} : after;
       for (int64_t row = from; row < to; ++row)
         slots[routing_.rows[row].place - begin * c_.top_k] = static_cast<int32_t>(slot + row - from);
-      down_products(expert, Tiles(from, to, kernel_.max_rows), first, panels, products + slot * stride, scratch);
+      down_products(expert, Tiles(from, to, kernel_.max_rows), first, panels, next, products + slot * stride, scratch);
       slot += to - from;
     }
     auto* sum = reinterpret_cast<float*>(scratch + sum_at_);
     const int64_t width = std::min(stride, c_.hidden - first * kPanel);
     for (int64_t token = begin; token < end; ++token) {
       const int64_t place = token * c_.top_k;
+      if (token + 1 < end)
+        for (int choice = 0; choice < routing_.choices[token + 1]; ++choice)
+          fetch(products + slots[place + c_.top_k + choice - begin * c_.top_k] * stride, sizeof(float) * stride);
       weighted_sum(products, stride, slots + place - begin * c_.top_k, routing_.weights.data() + place,
                    routing_.merges.data() + place, routing_.choices[token], stride, sum);
       char* out = static_cast<char*>(c_.out) + (token * c_.hidden + first * kPanel) * size_of(c_.out_dtype);
@@ -192,17 +216,19 @@ class Int8Experts {
     }
   }
 
-  void down_products(int64_t expert, const Tiles& tiles, int64_t first, int64_t panels, float* products, char* scratch) const {
-    const PackedInt8 weight = w2(expert), after = w2(std::min(expert + 1, c_.experts - 1));
+  void down_products(int64_t expert, const Tiles& tiles, int64_t first, int64_t panels, const Place& after,
+                     float* products, char* scratch) const {
+    const PackedInt8 weight = w2(expert);
+    auto* spare = reinterpret_cast<uint8_t*>(scratch + spare_at_);
     for (int64_t p = 0; p < panels; ++p) {
       const int64_t panel = first + p;
-      const uint8_t* ready = weight.ready(panel, reinterpret_cast<uint8_t*>(scratch + spare_at_));
-      const bool last = p + 1 == panels;
       const float* bias = c_.w2_bias == nullptr ? nullptr : c_.w2_bias + expert * c_.hidden + panel * kPanel;
+      const Int8Panel ready(kernel_, weight, panel, bias, spare);
+      const uint8_t* next = p + 1 < panels ? weight.panel(panel + 1) : w2(after.expert).panel(after.panel);
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
-        float* to = products + (tiles.at(tile) - tiles.begin) * panels * kPanel + p * kPanel;
-        const Ahead next = ahead(tiles, tile, last ? after : weight, last ? first : panel + 1);
-        product(weight, panel, ready, inter_, tiles, tile, next, bias, to, panels * kPanel);
+        const int64_t row = tiles.at(tile);
+        float* to = products + (row - tiles.begin) * panels * kPanel + p * kPanel;
+        ready.multiply(inter_, row, tiles.size(tile), ahead(tiles, tile, weight, next), to, panels * kPanel);
       }
     }
   }

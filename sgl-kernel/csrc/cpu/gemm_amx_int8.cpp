@@ -47,6 +47,7 @@ void run(const Int8Tile& tile) { tile.m > kTileRows ? multiply<true>(tile) : mul
 
 }  // namespace
 
-constinit const Int8Kernel kAmxInt8{.name = "amx_int8", .run = run, .max_rows = kMaxRows, .release = release};
+constinit const Int8Kernel kAmxInt8{
+    .name = "amx_int8", .run = run, .run_scaled = nullptr, .max_rows = kMaxRows, .release = release};
 }  // namespace sgl_batch
 #endif

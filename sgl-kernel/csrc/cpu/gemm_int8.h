@@ -38,9 +38,21 @@ struct Int8Tile {
 };
 using Int8TileFn = void (*)(const Int8Tile& tile);
 
+// A tile whose sums become numbers at once, as scale_sums has it: its c is not written, but `to`, rows of kPanel f32
+// that begin `to_stride` floats apart.
+struct ScaledInt8Tile {
+  Int8Tile sums;
+  const float* row_scales;
+  const float* column_scales;  // of all kPanel columns
+  float* to;
+  int64_t to_stride;
+};
+using ScaledInt8TileFn = void (*)(const ScaledInt8Tile& tile);
+
 struct Int8Kernel {
   const char* name;
   Int8TileFn run;
+  ScaledInt8TileFn run_scaled;  // null where sums are scaled afterwards; the bits are the same
   int max_rows;       // of a tile, at most kMaxRows
   void (*release)();  // as in TileKernel
 };

@@ -61,6 +61,6 @@ struct TileHalves {
 }  // namespace
 
 constinit const Int8Kernel kAvx2Int8{
-    .name = "avx2", .run = by_rows<TileHalves, kRows>, .max_rows = kRows, .release = nullptr};
+    .name = "avx2", .run = by_rows<TileHalves, kRows>, .run_scaled = nullptr, .max_rows = kRows, .release = nullptr};
 }  // namespace sgl_batch
 #endif

@@ -10,12 +10,33 @@ namespace {
 
 constexpr int kRows = 12;
 
-template <int M>
-struct TileQuads {
-  static void run(const Int8Tile& tile) {
-    __m512i sums[M][2];
+// With this type from the first sum to the last use of it the compiler keeps each in one register.
+typedef int32_t Sums __attribute__((vector_size(64)));
+
+inline const Int8Tile& sums_of(const Int8Tile& tile) { return tile; }
+inline const Int8Tile& sums_of(const ScaledInt8Tile& tile) { return tile.sums; }
+
+inline void put(const Int8Tile& tile, int row, Sums low, Sums high) {
+  _mm512_storeu_si512(tile.c + row * kPanel, (__m512i)low);
+  _mm512_storeu_si512(tile.c + row * kPanel + 16, (__m512i)high);
+}
+
+inline __m512 numbers(Sums sums) { return (__m512)__builtin_convertvector(sums, __v16sf); }
+
+inline void put(const ScaledInt8Tile& tile, int row, Sums low, Sums high) {
+  const __m512 scale = _mm512_set1_ps(tile.row_scales[row]);
+  float* to = tile.to + row * tile.to_stride;
+  _mm512_storeu_ps(to, numbers(low) * scale * _mm512_loadu_ps(tile.column_scales));
+  _mm512_storeu_ps(to + 16, numbers(high) * scale * _mm512_loadu_ps(tile.column_scales + 16));
+}
+
+template <int M, typename Tile>
+struct Quads {
+  static void run(const Tile& given) {
+    const Int8Tile& tile = sums_of(given);
+    Sums sums[M][2];
 #pragma GCC unroll 16
-    for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = _mm512_set1_epi32(tile.starts[i]);
+    for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = (Sums)_mm512_set1_epi32(tile.starts[i]);
     const uint8_t* b = tile.panel;
     QuadRows<M> rows(tile);
     QuadPrefetch prefetch(tile.ahead);
@@ -24,21 +45,26 @@ struct TileQuads {
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) {
         const __m512i row = _mm512_set1_epi32(rows.quad(i));
-        sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], low, row);
-        sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], high, row);
+        sums[i][0] = (Sums)_mm512_dpbusd_epi32((__m512i)sums[i][0], low, row);
+        sums[i][1] = (Sums)_mm512_dpbusd_epi32((__m512i)sums[i][1], high, row);
       }
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < M; ++i) {
-      _mm512_storeu_si512(tile.c + i * kPanel, sums[i][0]);
-      _mm512_storeu_si512(tile.c + i * kPanel + 16, sums[i][1]);
-    }
+    for (int i = 0; i < M; ++i) put(given, i, sums[i][0], sums[i][1]);
   }
 };
 
+template <int M>
+struct TileQuads : Quads<M, Int8Tile> {};
+template <int M>
+struct ScaledQuads : Quads<M, ScaledInt8Tile> {};
+
 }  // namespace
 
-constinit const Int8Kernel kAvx512VnniInt8{
-    .name = "avx512_vnni", .run = by_rows<TileQuads, kRows>, .max_rows = kRows, .release = nullptr};
+constinit const Int8Kernel kAvx512VnniInt8{.name = "avx512_vnni",
+                                           .run = by_rows<TileQuads, kRows>,
+                                           .run_scaled = by_rows<ScaledQuads, kRows, ScaledInt8Tile>,
+                                           .max_rows = kRows,
+                                           .release = nullptr};
 }  // namespace sgl_batch
 #endif

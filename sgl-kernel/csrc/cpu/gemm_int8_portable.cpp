@@ -27,5 +27,5 @@ struct TilePlain {
 }  // namespace
 
 constinit const Int8Kernel kPortableInt8{
-    .name = "portable", .run = by_rows<TilePlain, kRows>, .max_rows = kRows, .release = nullptr};
+    .name = "portable", .run = by_rows<TilePlain, kRows>, .run_scaled = nullptr, .max_rows = kRows, .release = nullptr};
 }  // namespace sgl_batch

@@ -29,6 +29,7 @@ struct QuadRows {
   int64_t stride;
 };
 
+// To the first cache: a panel of bytes is small enough, and products of bytes are so fast that it is needed soon.
 struct QuadPrefetch {
   explicit QuadPrefetch(const Ahead& ahead) : at(static_cast<const char*>(ahead.from)), step(ahead.step) {}
   void advance() {
@@ -41,10 +42,13 @@ struct QuadPrefetch {
   int64_t step;
 };
 
-template <template <int> class Kernel, int M>
-void by_rows(const Int8Tile& tile) {
+inline int rows_of(const Int8Tile& tile) { return tile.m; }
+[[maybe_unused]] inline int rows_of(const ScaledInt8Tile& tile) { return tile.sums.m; }
+
+template <template <int> class Kernel, int M, typename Tile = Int8Tile>
+void by_rows(const Tile& tile) {
   if constexpr (M > 1) {
-    if (tile.m < M) return by_rows<Kernel, M - 1>(tile);
+    if (rows_of(tile) < M) return by_rows<Kernel, M - 1, Tile>(tile);
   }
   Kernel<M>::run(tile);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "product_int8.h"
 #include "rows.h"
 #include "rows_int8.h"
 #include "tasks.h"
@@ -16,7 +17,7 @@ class LinearInt8 {
       : c_(call),
         kernel_(int8_kernel()),
         blocks_(divide_up(c_.rows, kTilesPerBlock * kernel_.max_rows)),
-        chunks_(std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_), 1, c_.w.panels())),
+        chunks_(divide_up(c_.w.panels(), panels_per_task(c_.w.panels() * blocks_, c_.w.panel_bytes()))),
         element_(static_cast<int64_t>(size_of(c_.x_dtype))) {}
 
   void run() {
@@ -29,39 +30,39 @@ class LinearInt8 {
     rows_ = rows_room.in(base);
     round_rows(c_.x, c_.x_dtype, c_.w.k * element_, c_.rows, c_.w.k, rows_);
     // The blocks of one chunk come one after the other: its weights are then in the caches.
-    run_tasks(chunks_ * blocks_, [&](int64_t task, int thread) {
+    const int64_t tasks = chunks_ * blocks_;
+    run_tasks_ahead(tasks, [&](int64_t task, int64_t next, int thread) {
+      const uint8_t* after = c_.w.panel(first_panel(std::min(next, tasks - 1) / blocks_));
       auto* spare = reinterpret_cast<uint8_t*>(base + spare_at) + c_.w.spare_bytes() * thread;
-      multiply(task / blocks_, task % blocks_, spare);
+      multiply(task / blocks_, task % blocks_, after, spare);
     });
   }
 
  private:
   int64_t block_begin(int64_t block) const { return c_.rows * block / blocks_; }
+  int64_t first_panel(int64_t chunk) const { return c_.w.panels() * chunk / chunks_; }
 
-  // A block of rows through a chunk of panels.
-  void multiply(int64_t chunk, int64_t block, uint8_t* spare) const {
+  // A block of rows through a chunk of panels. `after`: the panel that this thread needs next.
+  void multiply(int64_t chunk, int64_t block, const uint8_t* after, uint8_t* spare) const {
     const PackedInt8& w = c_.w;
+    const int64_t last = first_panel(chunk + 1);
     const Tiles tiles(block_begin(block), block_begin(block + 1), kernel_.max_rows);
     const TileUse use(kernel_.release);
-    alignas(64) int32_t sums[kMaxRows * kPanel];
-    for (int64_t panel = w.panels() * chunk / chunks_; panel < w.panels() * (chunk + 1) / chunks_; ++panel) {
-      const uint8_t* ready = w.ready(panel, spare);
-      const uint8_t* next = w.panel(std::min(panel + 1, w.panels() - 1));
+    alignas(64) float result[kMaxRows * kPanel];
+    for (int64_t panel = first_panel(chunk); panel < last; ++panel) {
+      const Int8Panel ready(kernel_, w, panel, c_.bias == nullptr ? nullptr : c_.bias + panel * kPanel, spare);
+      const uint8_t* next = panel + 1 < last ? w.panel(panel + 1) : after;
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
-        const int64_t row = tiles.at(tile), steps = quad_steps(w.k);
+        const int64_t row = tiles.at(tile);
         const int m = tiles.size(tile);
-        kernel_.run({rows_.row(row), rows_.stride, ready, steps, m, rows_.starts + row, sums,
-                     tiles.ahead(tile, next, w.panel_bytes(), steps)});
-        store(panel, row, m, sums);
+        ready.multiply(rows_, row, m, tiles.ahead(tile, next, w.panel_bytes(), quad_steps(w.k)), result, kPanel);
+        store(panel, row, m, result);
       }
     }
   }
 
-  void store(int64_t panel, int64_t row, int m, const int32_t* sums) const {
-    alignas(64) float result[kMaxRows * kPanel];
+  void store(int64_t panel, int64_t row, int m, const float* result) const {
     const int64_t column = panel * kPanel, width = c_.w.width(panel), out_bytes = c_.w.n * element_;
-    const float* bias = c_.bias == nullptr ? nullptr : c_.bias + column;
-    scale_sums(sums, m, width, {rows_.scales + row, c_.w.scales + column, bias}, result, kPanel);
     char* out = static_cast<char*>(c_.out) + row * out_bytes + column * element_;
     if (width == kPanel)
       isa().store(result, kPanel, m, c_.x_dtype, out, out_bytes);

@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <vector>
 
 #include "clones.h"
-#include "rows.h"
 #include "tasks.h"
 
 namespace sgl_batch {
@@ -17,28 +15,43 @@ constexpr float kNearest = 12582912.0f;  // 1.5 * 2^23: added, the nearest whole
 constexpr uint32_t kNearestBits = 0x4b400000u;
 constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
 
+inline __attribute__((always_inline)) float exact(float number) { return number; }
+inline __attribute__((always_inline)) float exact(uint16_t number) { return bf16_to_f32(number); }
+
 // The bits of the largest magnitude; those of what is not finite are above all others.
-SGL_BATCH_CLONES uint32_t largest_bits(const float* row, int64_t k) {
+template <typename Number>
+inline __attribute__((always_inline)) uint32_t largest_bits_of(const Number* row, int64_t k) {
   uint32_t most = 0;
   for (int64_t i = 0; i < k; ++i) {
-    const uint32_t bits = __builtin_bit_cast(uint32_t, row[i]) & kMagnitude;
+    const uint32_t bits = __builtin_bit_cast(uint32_t, exact(row[i])) & kMagnitude;
     most = bits > most ? bits : most;
   }
   return most;
 }
 
 // Returns the sum of what it writes.
-SGL_BATCH_CLONES int32_t divide_row(const float* __restrict row, int64_t k, float scale, int8_t* __restrict to) {
+template <typename Number>
+inline __attribute__((always_inline)) int32_t divided(const Number* __restrict row, int64_t k, float scale,
+                                                      int8_t* __restrict to) {
   int32_t sum = 0;
   for (int64_t i = 0; i < k; ++i) {
     // Beyond the largest only where the scale is so small that it is not exact.
-    auto rounded = static_cast<int32_t>(__builtin_bit_cast(uint32_t, row[i] / scale + kNearest) - kNearestBits);
+    auto rounded = static_cast<int32_t>(__builtin_bit_cast(uint32_t, exact(row[i]) / scale + kNearest) - kNearestBits);
     rounded = rounded > kLargest ? kLargest : rounded;
     rounded = rounded < -kLargest ? -kLargest : rounded;
     to[i] = static_cast<int8_t>(rounded);
     sum += rounded;
   }
   return sum;
+}
+
+SGL_BATCH_CLONES uint32_t largest_bits(const float* row, int64_t k) { return largest_bits_of(row, k); }
+SGL_BATCH_CLONES uint32_t largest_bits(const uint16_t* row, int64_t k) { return largest_bits_of(row, k); }
+SGL_BATCH_CLONES int32_t divide_row(const float* row, int64_t k, float scale, int8_t* to) {
+  return divided(row, k, scale, to);
+}
+SGL_BATCH_CLONES int32_t divide_row(const uint16_t* row, int64_t k, float scale, int8_t* to) {
+  return divided(row, k, scale, to);
 }
 
 // Indices of 64 bits: of 32 they could go around, and the loop would not become vectors.
@@ -57,15 +70,8 @@ SGL_BATCH_CLONES void scale_panel(const int32_t* __restrict sums, int64_t rows, 
   }
 }
 
-}  // namespace
-
-void Int8Rows::copy(int64_t from, const Int8Rows& to, int64_t index) const {
-  std::memcpy(to.row(index), row(from), static_cast<size_t>(stride));
-  to.scales[index] = scales[from];
-  to.starts[index] = starts[from];
-}
-
-void round_row(const float* row, int64_t k, const Int8Rows& to, int64_t index) {
+template <typename Number>
+void round_numbers(const Number* row, int64_t k, const Int8Rows& to, int64_t index) {
   int8_t* rounded = to.row(index);
   const uint32_t most = largest_bits(row, k);
   if (most >= kInfinity) {
@@ -82,13 +88,25 @@ void round_row(const float* row, int64_t k, const Int8Rows& to, int64_t index) {
   std::memset(rounded + k, 0, static_cast<size_t>(to.stride - k));
 }
 
+}  // namespace
+
+void Int8Rows::copy(int64_t from, const Int8Rows& to, int64_t index) const {
+  std::memcpy(to.row(index), row(from), static_cast<size_t>(stride));
+  to.scales[index] = scales[from];
+  to.starts[index] = starts[from];
+}
+
+void round_row(const float* row, int64_t k, const Int8Rows& to, int64_t index) { round_numbers(row, k, to, index); }
+
 void round_rows(const void* rows, DType dtype, int64_t stride, int64_t count, int64_t k, const Int8Rows& to) {
   constexpr int64_t kRowsPerTask = 16;
   run_tasks(divide_up(count, kRowsPerTask), [&](int64_t task, int) {
-    std::vector<float> exact(static_cast<size_t>(k));
     for (int64_t i = task * kRowsPerTask; i < std::min(count, (task + 1) * kRowsPerTask); ++i) {
-      read_row(exact.data(), static_cast<const char*>(rows) + i * stride, dtype, k);
-      round_row(exact.data(), k, to, i);
+      const char* row = static_cast<const char*>(rows) + i * stride;
+      if (dtype == DType::kF32)
+        round_numbers(reinterpret_cast<const float*>(row), k, to, i);
+      else
+        round_numbers(reinterpret_cast<const uint16_t*>(row), k, to, i);
     }
   });
 }
@@ -98,8 +116,6 @@ void scale_sums(const int32_t* sums, int rows, int64_t width, const Scaling& by,
     scale_panel(sums, rows, by.rows, by.columns, to, stride);
   else
     for (int64_t i = 0; i < rows; ++i) scale_row(sums + i * kPanel, by.rows[i], by.columns, to + i * stride, width);
-  if (by.bias != nullptr)
-    for (int i = 0; i < rows; ++i) add_row(to + i * stride, by.bias, width);
 }
 
 }  // namespace sgl_batch

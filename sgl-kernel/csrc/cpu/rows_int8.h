@@ -46,12 +46,11 @@ void round_row(const float* row, int64_t k, const Int8Rows& to, int64_t index);
 // The same for rows of bf16 or f32 that begin `stride` bytes apart, shared among threads.
 void round_rows(const void* rows, DType dtype, int64_t stride, int64_t count, int64_t k, const Int8Rows& to);
 
-// to[row][column] = (sum * row's scale) * column's scale, plus the column's bias unless that is null, of `width` columns.
+// to[row][column] = (sum * row's scale) * column's scale, of `width` columns.
 // Rows of sums have kPanel numbers, those of `to` begin `stride` apart. All kPanel columns are written where width is kPanel.
 struct Scaling {
   const float* rows;
   const float* columns;
-  const float* bias;
 };
 void scale_sums(const int32_t* sums, int rows, int64_t width, const Scaling& by, float* to, int64_t stride);
 
