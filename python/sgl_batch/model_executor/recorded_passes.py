@@ -40,7 +40,9 @@ _RECORDED = frozenset(
         "add_rms_norm_",
         "attention",
         "experts",
+        "experts_int8",
         "linear",
+        "linear_int8",
         "qk_norm_rope",
         "rms_norm",
         "rotary",
@@ -149,9 +151,10 @@ class _Record:
 
 def _part_of(names: list[str], index: int) -> int:
     """Return which of `_PARTS` a call belongs to: the product before a choice of experts is the router."""
-    name, following = names[index], names[index + 1] if index + 1 < len(names) else ""
-    part = "experts" if name == "experts" else "router" if "topk" in (name, following) else "attention"
-    return _PARTS.index(part)
+    following = names[index + 1] if index + 1 < len(names) else ""
+    if names[index] in ("experts", "experts_int8"):
+        return _PARTS.index("experts")
+    return _PARTS.index("router" if "topk" in (names[index], following) else "attention")
 
 
 class _Inputs:

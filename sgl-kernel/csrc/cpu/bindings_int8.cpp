@@ -9,6 +9,7 @@
 #include "experts_int8.h"
 #include "linear_int8.h"
 #include "packing_int8.h"
+#include "record.h"
 #include "tasks.h"
 #include "tensor_checks.h"
 
@@ -66,7 +67,14 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   call.w2_bias = floats_in(w2_bias, experts * hidden, "w2_bias");
   call.clamped = alpha.has_value(), call.alpha = static_cast<float>(alpha.value_or(0.0));
   call.limit = static_cast<float>(limit.value_or(0.0));
-  run_experts_int8(call);
+  run_and_record("experts_int8", tokens,
+                 {x, w13, w2, topk_weights, topk_ids, out, rows_per_expert, w13_scales, w2_scales, or_none(w13_bias),
+                  or_none(w2_bias)},
+                 [call](int64_t rows) {
+                   ExpertsCall own = call;
+                   own.tokens = rows;
+                   run_experts_int8(own);
+                 });
   return {out, rows_per_expert};
 }
 
@@ -84,8 +92,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   auto out = at::empty({x.size(0), n}, x.options());
   const auto* data = reinterpret_cast<const uint8_t*>(weight.data_ptr<int8_t>());
   const PackedInt8 packed{data, scales_of(weight, scales, n, "weight"), n, k};
-  run_linear_int8({x.size(0), x.data_ptr(), dtype_of(x, "x"), packed, bias.has_value() ? bias_f32.data_ptr<float>() : nullptr,
-                   out.data_ptr()});
+  const LinearInt8Call call{x.size(0), x.data_ptr(), dtype_of(x, "x"), packed,
+                            bias.has_value() ? bias_f32.data_ptr<float>() : nullptr, out.data_ptr()};
+  run_and_record("linear_int8", call.rows, {x, weight, scales, bias_f32, out}, [call](int64_t rows) {
+    LinearInt8Call own = call;
+    own.rows = rows;
+    run_linear_int8(own);
+  });
   return out;
 }
 

@@ -406,7 +406,7 @@ def topk(
 
 
 def record_begin(rows: int) -> None:
-    """Record the calls of `experts`, `linear`, norms, rotations, `topk`, `write_pages` and `attention` of this thread.
+    """Record this thread's calls of experts, linear layers, norms, rotations, `topk`, `write_pages` and `attention`.
 
     They must be of `rows` rows each; those of attention have one row a piece. Other operators are not recorded.
     """
