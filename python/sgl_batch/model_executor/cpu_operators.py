@@ -126,7 +126,13 @@ class CpuOperators:
         def version() -> object:
             return self._weights.version, pool.k_pages[0].data_ptr(), pool.v_pages[0].data_ptr()
 
-        return RecordedPasses(self._kernels, attn_backend=attn_backend, counters=self._counters, version=version)
+        return RecordedPasses(
+            self._kernels,
+            attn_backend=attn_backend,
+            counters=self._counters,
+            version=version,
+            num_layers=pool.layer_num,
+        )
 
     def split_experts(self, model: torch.nn.Module, split: ColumnSplit) -> SplitExperts:
         """Make this rank's columns of all experts of a loaded model, for passes that a set of all ranks shares."""

@@ -10,12 +10,10 @@ A pass whose layers compute with anything but recordable operators and views is 
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sgl_batch.layers.attention.native_paged import PieceMetadata
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.group_pass import Part
+from sgl_batch.sglang_adapter.forward import decode_batch_over
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.models import AttentionBackend
 
@@ -57,18 +56,29 @@ _OTHERS = frozenset(
 
 _PARTS = ("attention", "router", "experts")
 
+# A record keeps the rows between all calls apart: in each layer about as many numbers as this many hidden states.
+# Passes with so many rows that this takes more memory are computed; they hardly notice the time between two calls.
+_ROWS_KEPT_A_LAYER = 8
+_MOST_BYTES = 256 << 20
+
 
 class RecordedPasses:
     """The record of one model's decode passes, if there is one.
 
     `kernels`: the module `sgl_batch_kernel`. `attn_backend`: the native attention backend, whose metadata are
-    `PieceMetadata`.
+    `PieceMetadata`. `num_layers`: of the model, by which the memory of a record is estimated.
     """
 
     def __init__(
-        self, kernels: ModuleType, *, attn_backend: AttentionBackend, counters: Counters, version: Version
+        self,
+        kernels: ModuleType,
+        *,
+        attn_backend: AttentionBackend,
+        counters: Counters,
+        version: Version,
+        num_layers: int,
     ) -> None:
-        self._kernels, self._attn_backend = kernels, attn_backend
+        self._kernels, self._attn_backend, self._num_layers = kernels, attn_backend, num_layers
         self._counters, self._version = counters, version
         self._record: _Record | None = None
         self._last_rows = 0
@@ -84,12 +94,11 @@ class RecordedPasses:
         if self._record is not None and self._record.version != version:
             self._record = None
         grows, self._last_rows = rows > self._last_rows, rows
-        if not self._is_recordable or not _takes(sub.forward_batch, pieces):
+        if not (self._is_recordable and isinstance(pieces, PieceMetadata) and _is_as_read(sub.forward_batch)):
             return compute([part], hidden)
-        assert isinstance(pieces, PieceMetadata), "checked above"
         if self._record is not None and self._record.inputs.has_room(rows, pieces):
             return self._again(self._record, sub.forward_batch, pieces, hidden)
-        if grows:
+        if grows or hidden.nbytes * self._num_layers * _ROWS_KEPT_A_LAYER > _MOST_BYTES:
             return compute([part], hidden)
         self._record = None
         return self._computed_and_recorded(part, pieces, hidden, version, compute)
@@ -112,7 +121,7 @@ class RecordedPasses:
         batch = inputs.batch(sub.forward_batch)
         own = replace(part, batch=batch, sub_batches=[replace(sub, forward_batch=batch, attn_metadata=inputs.pieces)])
         self._attn_backend.forward_metadata = inputs.pieces
-        watch, number = _Watch(), None
+        watch = _Watch()
         self._kernels.record_begin(len(hidden))
         try:
             with self._counters.counting_later() as rows_per_expert, watch:
@@ -180,10 +189,8 @@ class _Inputs:
 
     def batch(self, batch: ForwardBatch) -> ForwardBatch:
         """Return a batch like this one, whose layers read this memory."""
-        other: Any = copy.copy(batch)
-        other.positions, other.out_cache_loc = self.positions, self.kv_indices
-        own: ForwardBatch = other
-        return own
+        own = {"input_ids": batch.input_ids, "positions": self.positions, "out_cache_loc": self.kv_indices}
+        return decode_batch_over(batch, own)
 
     def load(self, batch: ForwardBatch, pieces: PieceMetadata, hidden: torch.Tensor) -> None:
         rows = len(hidden)
@@ -195,12 +202,10 @@ class _Inputs:
         self.pieces.tables[: len(pieces.tables)] = pieces.tables
 
 
-def _takes(batch: ForwardBatch, pieces: object) -> bool:
+def _is_as_read(batch: ForwardBatch) -> bool:
     """Return whether a batch has its positions and KV indices in the form that native calls read as it is."""
     given = (batch.positions, batch.out_cache_loc)
-    return isinstance(pieces, PieceMetadata) and all(
-        isinstance(rows, torch.Tensor) and rows.dim() == 1 and rows.dtype == torch.int64 for rows in given
-    )
+    return all(isinstance(rows, torch.Tensor) and rows.dim() == 1 and rows.dtype == torch.int64 for rows in given)
 
 
 class _Watch(TorchDispatchMode):

@@ -80,14 +80,9 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
                          topk_ids.data_ptr<int32_t>(), out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(),
                          slot_of, bias13, bias2, alpha.has_value(), static_cast<float>(alpha.value_or(0.0)),
                          static_cast<float>(limit.value_or(0.0))};
-  run_and_record("experts", tokens,
+  run_and_record("experts", call, &ExpertsCall::tokens, run_experts,
                  {x, w13, w2, topk_weights, topk_ids, out, rows_per_expert, or_none(w13_scales), or_none(w2_scales),
-                  or_none(slots), or_none(w13_bias), or_none(w2_bias)},
-                 [call](int64_t rows) {
-                   ExpertsCall own = call;
-                   own.tokens = rows;
-                   run_experts(own);
-                 });
+                  or_none(slots), or_none(w13_bias), or_none(w2_bias)});
   return {out, rows_per_expert};
 }
 
@@ -153,11 +148,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   const PackedWeight packed{weight.data_ptr(), weight_dtype_of(weight, "weight"), scales_of(weight, scales, n, "weight"), n, k};
   const LinearCall call{x.size(0), 1, x.data_ptr(), k, 0, dtype_of(x, "x"), packed,
                         bias.has_value() ? bias_f32.data_ptr<float>() : nullptr, out.data_ptr(), n, 0};
-  run_and_record("linear", call.rows, {x, weight, bias_f32, or_none(scales), out}, [call](int64_t rows) {
-    LinearCall own = call;
-    own.rows = rows;
-    run_linear(own);
-  });
+  run_and_record("linear", call, &LinearCall::rows, run_linear, {x, weight, bias_f32, or_none(scales), out});
   return out;
 }
 
@@ -177,14 +168,6 @@ at::Tensor gated(const at::Tensor& x, const at::Tensor& w13, int64_t first, int6
   return out;
 }
 
-void record_norm(const RmsNormCall& call, std::initializer_list<at::Tensor> tensors) {
-  run_and_record("rms_norm", call.rows, tensors, [call](int64_t rows) {
-    RmsNormCall own = call;
-    own.rows = rows;
-    run_rms_norm(own);
-  });
-}
-
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& residual,
                                             const at::Tensor& weight, double eps) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
@@ -198,10 +181,10 @@ std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const std::opti
                 residual->scalar_type(), residual->sizes(), " beside x of ", x.scalar_type(), x.sizes());
     summed = at::empty(x.sizes(), x.options());
   }
-  record_norm({x.size(0), x.size(1), x.data_ptr(), x.stride(0), residual.has_value() ? residual->data_ptr() : nullptr,
-               residual.has_value() ? summed.data_ptr() : nullptr, weight.data_ptr(), dtype_of(weight, "weight"),
-               static_cast<float>(eps), out.data_ptr(), dtype_of(x, "x")},
-              {x, or_none(residual), summed, weight, out});
+  const RmsNormCall call{x.size(0), x.size(1), x.data_ptr(), x.stride(0), residual.has_value() ? residual->data_ptr() : nullptr,
+                         residual.has_value() ? summed.data_ptr() : nullptr, weight.data_ptr(), dtype_of(weight, "weight"),
+                         static_cast<float>(eps), out.data_ptr(), dtype_of(x, "x")};
+  run_and_record("rms_norm", call, &RmsNormCall::rows, run_rms_norm, {x, or_none(residual), summed, weight, out});
   return {out, residual.has_value() ? summed : out};
 }
 
@@ -212,14 +195,17 @@ void add_rms_norm(at::Tensor x, at::Tensor residual, const at::Tensor& weight, d
   TORCH_CHECK(residual.sizes() == x.sizes() && residual.scalar_type() == x.scalar_type(), "residual is ", residual.scalar_type(),
               residual.sizes(), " beside x of ", x.scalar_type(), x.sizes());
   TORCH_CHECK(weight.size(0) == x.size(1), "weight is ", weight.sizes(), " for rows of ", x.size(1));
-  record_norm({x.size(0), x.size(1), x.data_ptr(), x.size(1), residual.data_ptr(), residual.data_ptr(), weight.data_ptr(),
-               dtype_of(weight, "weight"), static_cast<float>(eps), x.data_ptr(), dtype_of(x, "x")},
-              {x, residual, weight});
+  const RmsNormCall call{x.size(0), x.size(1), x.data_ptr(), x.size(1), residual.data_ptr(), residual.data_ptr(),
+                         weight.data_ptr(), dtype_of(weight, "weight"), static_cast<float>(eps), x.data_ptr(), dtype_of(x, "x")};
+  run_and_record("rms_norm", call, &RmsNormCall::rows, run_rms_norm, {x, residual, weight});
 }
 
-void check_positions(const int64_t* positions, int64_t rows, int64_t limit) {
-  const auto [least, most] = std::minmax_element(positions, positions + rows);
-  TORCH_CHECK(rows == 0 || (*least >= 0 && *most < limit), "a position lies outside of the ", limit, " positions of cos_sin");
+// Checks the first positions of so many rows.
+auto position_check(const at::Tensor& positions, const at::Tensor& cos_sin) {
+  return [first = positions.data_ptr<int64_t>(), limit = cos_sin.size(0)](int64_t rows) {
+    const auto [least, most] = std::minmax_element(first, first + rows);
+    TORCH_CHECK(rows == 0 || (*least >= 0 && *most < limit), "a position lies outside of the ", limit, " positions of cos_sin");
+  };
 }
 
 RotaryCall rotary_call(const at::Tensor& x, const at::Tensor& positions, const at::Tensor& cos_sin, int64_t heads,
@@ -231,7 +217,7 @@ RotaryCall rotary_call(const at::Tensor& x, const at::Tensor& positions, const a
   TORCH_CHECK(cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= head_dim, "cos_sin is ", cos_sin.sizes(),
               "; use [positions, an even number up to ", head_dim, "]");
   if (x.size(0) == 0) return {};
-  check_positions(positions.data_ptr<int64_t>(), x.size(0), cos_sin.size(0));
+  position_check(positions, cos_sin)(x.size(0));
   return {x.size(0), heads, head_dim, cos_sin.size(1), positions.data_ptr<int64_t>(), cos_sin.data_ptr(),
           dtype_of(cos_sin, "cos_sin"), neox, x.data_ptr(), x.stride(0), dtype_of(x, "x")};
 }
@@ -240,12 +226,12 @@ void rotary(at::Tensor x, const at::Tensor& positions, const at::Tensor& cos_sin
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.size(1) % head_dim == 0, "x is ", x.sizes(), " with strides ",
               x.strides(), " for heads of ", head_dim);
   const RotaryCall call = rotary_call(x, positions, cos_sin, x.size(1) / head_dim, head_dim, neox);
-  run_and_record("rotary", x.size(0), {x, positions, cos_sin}, [call, limit = cos_sin.size(0)](int64_t rows) {
-    check_positions(call.positions, rows, limit);
+  const auto run = [call](int64_t rows) {
     RotaryCall own = call;
     own.rows = rows;
     run_rotary(own);
-  });
+  };
+  run_and_record("rotary", x.size(0), {x, positions, cos_sin}, run, position_check(positions, cos_sin));
 }
 
 void qk_norm_rope(at::Tensor qkv, const at::Tensor& q_weight, const at::Tensor& k_weight, double eps,
@@ -259,13 +245,13 @@ void qk_norm_rope(at::Tensor qkv, const at::Tensor& q_weight, const at::Tensor& 
               " with strides ", qkv.strides(), " for ", heads, " heads of ", head_dim);
   const QkNormRopeCall call{rotary_call(qkv, positions, cos_sin, heads, head_dim, neox), q_heads, q_weight.data_ptr(),
                             k_weight.data_ptr(), dtype_of(q_weight, "q_weight"), static_cast<float>(eps)};
-  run_and_record("qk_norm_rope", qkv.size(0), {qkv, q_weight, k_weight, positions, cos_sin},
-                 [call, limit = cos_sin.size(0)](int64_t rows) {
-                   check_positions(call.heads.positions, rows, limit);
-                   QkNormRopeCall own = call;
-                   own.heads.rows = rows;
-                   run_qk_norm_rope(own);
-                 });
+  const auto run = [call](int64_t rows) {
+    QkNormRopeCall own = call;
+    own.heads.rows = rows;
+    run_qk_norm_rope(own);
+  };
+  run_and_record("qk_norm_rope", qkv.size(0), {qkv, q_weight, k_weight, positions, cos_sin}, run,
+                 position_check(positions, cos_sin));
 }
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::Tensor& v_pages, const at::Tensor& starts,
@@ -290,19 +276,19 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::T
                            v_pages.data_ptr(), dtype_of(q, "q"), starts.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
                            table_starts.data_ptr<int64_t>(), tables.data_ptr<int64_t>(), static_cast<float>(scaling), window, sink,
                            out.data_ptr()};
-  // Pieces of one row each are counted by rows.
+  // Pieces of one row each are counted by rows; others are recorded as none, which is of no use.
   const bool by_row = starts.data_ptr<int64_t>()[call.pieces] == call.pieces;
+  const auto run = [call, by_row](int64_t rows) {
+    AttentionCall own = call;
+    if (by_row) own.pieces = rows;
+    run_attention(own);
+  };
+  const auto check = [starts, lengths, table_starts, tables, page, pages = k_pages.size(0)](int64_t rows) {
+    check_pieces(starts.narrow(0, 0, rows + 1), lengths.narrow(0, 0, rows), table_starts.narrow(0, 0, rows), tables, rows, page,
+                 pages);
+  };
   run_and_record("attention", by_row ? call.pieces : -1,
-                 {q, k_pages, v_pages, starts, lengths, table_starts, tables, or_none(sinks), out},
-                 [=, pages = k_pages.size(0)](int64_t rows) {
-                   AttentionCall own = call;
-                   if (rows >= 0) {
-                     check_pieces(starts.narrow(0, 0, rows + 1), lengths.narrow(0, 0, rows), table_starts.narrow(0, 0, rows),
-                                  tables, rows, page, pages);
-                     own.pieces = rows;
-                   }
-                   run_attention(own);
-                 });
+                 {q, k_pages, v_pages, starts, lengths, table_starts, tables, or_none(sinks), out}, run, check);
   return out;
 }
 

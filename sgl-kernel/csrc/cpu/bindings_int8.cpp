@@ -67,14 +67,9 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   call.w2_bias = floats_in(w2_bias, experts * hidden, "w2_bias");
   call.clamped = alpha.has_value(), call.alpha = static_cast<float>(alpha.value_or(0.0));
   call.limit = static_cast<float>(limit.value_or(0.0));
-  run_and_record("experts_int8", tokens,
+  run_and_record("experts_int8", call, &ExpertsCall::tokens, run_experts_int8,
                  {x, w13, w2, topk_weights, topk_ids, out, rows_per_expert, w13_scales, w2_scales, or_none(w13_bias),
-                  or_none(w2_bias)},
-                 [call](int64_t rows) {
-                   ExpertsCall own = call;
-                   own.tokens = rows;
-                   run_experts_int8(own);
-                 });
+                  or_none(w2_bias)});
   return {out, rows_per_expert};
 }
 
@@ -94,11 +89,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   const PackedInt8 packed{data, scales_of(weight, scales, n, "weight"), n, k};
   const LinearInt8Call call{x.size(0), x.data_ptr(), dtype_of(x, "x"), packed,
                             bias.has_value() ? bias_f32.data_ptr<float>() : nullptr, out.data_ptr()};
-  run_and_record("linear_int8", call.rows, {x, weight, scales, bias_f32, out}, [call](int64_t rows) {
-    LinearInt8Call own = call;
-    own.rows = rows;
-    run_linear_int8(own);
-  });
+  run_and_record("linear_int8", call, &LinearInt8Call::rows, run_linear_int8, {x, weight, scales, bias_f32, out});
   return out;
 }
 

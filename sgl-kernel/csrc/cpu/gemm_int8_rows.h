@@ -29,7 +29,7 @@ struct QuadRows {
   int64_t stride;
 };
 
-// To the first cache: a panel of bytes is small enough, and products of bytes are so fast that it is needed soon.
+// To the first cache, unlike that of bf16 panels (gemm_vector.h).
 struct QuadPrefetch {
   explicit QuadPrefetch(const Ahead& ahead) : at(static_cast<const char*>(ahead.from)), step(ahead.step) {}
   void advance() {

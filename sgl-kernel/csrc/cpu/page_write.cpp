@@ -144,13 +144,16 @@ void write_pages(at::Tensor k_pages, at::Tensor v_pages, const at::Tensor& slots
                            static_cast<char*>(v_pages.data_ptr()), slots.data_ptr<int64_t>(),
                            static_cast<const char*>(keys.data_ptr()), static_cast<const char*>(values.data_ptr()),
                            keys.stride(0) * element, values.stride(0) * element};
-  run_and_record("write_pages", call.tokens, {k_pages, v_pages, slots, keys, values}, [call, pages](int64_t rows) {
-    for (int64_t i = 0; i < rows; ++i)
-      TORCH_CHECK(call.slots[i] >= 0 && call.slots[i] < pages * call.page, "slot ", call.slots[i], " of ", pages * call.page);
+  const auto check = [first = call.slots, size = pages * page](int64_t rows) {
+    for (int64_t i = 0; i < rows; ++i) TORCH_CHECK(first[i] >= 0 && first[i] < size, "slot ", first[i], " of ", size);
+  };
+  const auto run = [call](int64_t rows) {
     PageWriteCall own = call;
     own.tokens = rows;
     run_page_write(own);
-  });
+  };
+  check(call.tokens);
+  run_and_record("write_pages", call.tokens, {k_pages, v_pages, slots, keys, values}, run, check);
 }
 
 }  // namespace

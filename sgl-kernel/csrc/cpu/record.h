@@ -65,11 +65,28 @@ class Record {
 // What this thread records, or null.
 Record* recording();
 
-// Runs a call over `rows` rows, and records it where this thread records. `tensors`: all that it reads and writes.
-template <typename Run>
-void run_and_record(const char* name, int64_t rows, std::initializer_list<at::Tensor> tensors, const Run& run) {
+// Runs a call that has all its `rows`, and records it where this thread records. `tensors`: all that it reads and writes.
+// `check`: whether what it reads may be read, for so many rows. The caller has checked it for the first time.
+template <typename Run, typename Check>
+void run_and_record(const char* name, int64_t rows, std::initializer_list<at::Tensor> tensors, const Run& run, const Check& check) {
   run(rows);
-  if (Record* record = recording()) record->add(name, rows, tensors, run);
+  if (Record* record = recording())
+    record->add(name, rows, tensors, [run, check](int64_t some) {
+      check(some);
+      run(some);
+    });
+}
+
+// The same for a call that has its rows at `rows`, and that may read whatever its tensors hold.
+template <typename Call>
+void run_and_record(const char* name, const Call& call, int64_t Call::*rows, void (*run)(const Call&),
+                    std::initializer_list<at::Tensor> tensors) {
+  const auto with = [call, rows, run](int64_t some) {
+    Call own = call;
+    own.*rows = some;
+    run(own);
+  };
+  run_and_record(name, call.*rows, tensors, with, [](int64_t) {});
 }
 
 inline at::Tensor or_none(const std::optional<at::Tensor>& tensor) { return tensor.value_or(at::Tensor()); }

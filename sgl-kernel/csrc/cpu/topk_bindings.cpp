@@ -42,12 +42,13 @@ std::tuple<at::Tensor, at::Tensor> topk(const at::Tensor& logits, int64_t top_k,
   const TopKCall call{rows, logits.data_ptr(), logits.stride(0), dtype_of(logits, "logits"),
                       {experts, groups, kept_groups, top_k, sigmoid, renormalize, nullptr},
                       weights.data_ptr<float>(), ids.data_ptr<int32_t>()};
-  run_and_record("topk", rows, {logits, weights, ids}, [call, padded](int64_t some) {
+  const auto run = [call, padded](int64_t some) {
     TopKCall own = call;
     own.rows = some;
     own.rule.bias = padded.empty() ? nullptr : padded.data();
     run_topk(own);
-  });
+  };
+  run_and_record("topk", rows, {logits, weights, ids}, run, [](int64_t) {});
   return {weights, ids};
 }
 

@@ -12,6 +12,7 @@ import torch
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.attention.native_paged import PieceMetadata, attend
 from sgl_batch.metrics.counters import Counters
+from sgl_batch.model_executor import recorded_passes
 from sgl_batch.model_executor.batch_split import SubBatch
 from sgl_batch.model_executor.group_pass import Part
 from sgl_batch.model_executor.recorded_passes import RecordedPasses
@@ -83,7 +84,10 @@ def decode_part(lengths: list[int], step: int) -> tuple[Part, torch.Tensor]:
         visits=sum(lengths),
     )
     last = [own[-1] * PAGE + (length - 1) % PAGE for own, length in zip(pages, lengths, strict=True)]
-    batch: Any = SimpleNamespace(positions=torch.tensor(lengths) - 1, out_cache_loc=torch.tensor(last))
+    tokens = torch.zeros(len(lengths), dtype=torch.int64)
+    batch: Any = SimpleNamespace(
+        input_ids=tokens, positions=torch.tensor(lengths) - 1, out_cache_loc=torch.tensor(last)
+    )
     sub = SubBatch(span=(0, len(lengths)), forward_batch=batch, attn_metadata=pieces)
     hidden = torch.randn(len(lengths), HIDDEN, generator=torch.Generator().manual_seed(step))
     return Part(batch=batch, span=sub.span, sub_batches=[sub]), hidden
@@ -100,6 +104,7 @@ class Runs:
             attn_backend=self.by_record.backend,
             counters=self.by_record.counters,
             version=lambda: self.version,
+            num_layers=LAYERS,
         )
 
     def computes(self, lengths: list[int]) -> bool:
@@ -165,6 +170,13 @@ def test_more_pages_than_there_is_room_for_are_recorded_anew():
     runs = Runs()
     assert [runs.computes([5]) for _ in range(3)] == [True, True, False]
     assert [runs.computes([PAGE * pages]) for pages in (2, 3, 4, 5)] == [False, False, True, False]
+
+
+def test_groups_whose_record_would_take_too_much_memory_are_computed(monkeypatch):
+    row_bytes = 4 * HIDDEN * LAYERS * recorded_passes._ROWS_KEPT_A_LAYER
+    monkeypatch.setattr(recorded_passes, "_MOST_BYTES", 3 * row_bytes)
+    runs = Runs()
+    assert [runs.computes([5] * rows) for rows in (4, 4, 4, 3, 3, 2)] == [True, True, True, True, False, False]
 
 
 def test_layers_that_compute_with_other_operators_are_computed_each_time():
