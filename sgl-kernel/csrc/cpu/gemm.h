@@ -22,6 +22,7 @@ namespace sgl_batch {
 constexpr int kPanel = 32;
 constexpr int kMaxRows = 32;  // of a tile, on any instruction set
 constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel: one f32 or one pair of bf16 for each column
+constexpr int64_t kLineBytes = 64;  // of a cache line
 
 enum class DType { kBf16, kF32, kI8 };
 
@@ -48,10 +49,13 @@ inline uint16_t f32_to_bf16(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// What will be read soon: a tile brings `step` bytes of it closer with each of its own steps over k.
+// What will be read soon: a tile brings `step` bytes of a panel closer with each of its own steps over k, and `rows_step`
+// bytes of rows, where these are given. They may be given where the panel takes no more than a cache line in a step.
 struct Ahead {
   const void* from;
   int64_t step;
+  const void* rows = nullptr;
+  int64_t rows_step = 0;
 };
 
 // c[m][kPanel] = a[m, K] x panel[K, kPanel], or c + that. Rows of a are `a_stride` bytes apart, those of c `c_stride`

@@ -39,18 +39,26 @@ struct Left {
 };
 
 // The first pass over a panel brings what comes next closer, to the second cache: the first one has too few requests under
-// way to read from memory at its rate. Later passes over other columns do not.
+// way to read from memory at its rate. Later passes over other columns do not. Two lines in each step: both of the panel, or
+// one of it and one of rows.
 struct Prefetch {
-  Prefetch(const Tile& tile, int column)
-      : at(static_cast<const char*>(column == 0 ? tile.ahead.from : tile.panel)), step(column == 0 ? tile.ahead.step : 0) {}
+  Prefetch(const Tile& tile, int column) {
+    const Ahead ahead = column == 0 ? tile.ahead : Ahead{tile.panel, 0};
+    panel = static_cast<const char*>(ahead.from);
+    step = ahead.step;
+    other = ahead.rows == nullptr ? panel + kLineBytes : static_cast<const char*>(ahead.rows);
+    other_step = ahead.rows == nullptr ? step : ahead.rows_step;
+  }
   void advance() {
-    __builtin_prefetch(at, 0, 2);
-    __builtin_prefetch(at + kStepBytes / 2, 0, 2);
-    at += step;
+    __builtin_prefetch(panel, 0, 2);
+    __builtin_prefetch(other, 0, 2);
+    panel += step;
+    other += other_step;
   }
 
-  const char* at;
-  int64_t step;
+  const char* panel;
+  const char* other;
+  int64_t step, other_step;
 };
 
 template <int M>

@@ -4,14 +4,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "clones.h"
-#include "gemm.h"
-
 namespace sgl_batch {
 namespace {
 
 constexpr int kMostChoices = 255;
-constexpr int kMostOpen = 64;  // sums that wait for others: one for each halving of the ids
 
 // How many halvings of [0, experts) leave a and b together; a <= b.
 int shared_depth(int64_t a, int64_t b, int64_t experts) {
@@ -32,9 +28,7 @@ Routing route(const int32_t* ids, const float* weights, int64_t tokens, int64_t 
   if (top_k > kMostChoices) throw std::invalid_argument("a token has " + std::to_string(top_k) + " choices; at most 255");
   Routing routing;
   routing.offsets.assign(experts + 1, 0);
-  routing.choices.assign(tokens, 0);
-  routing.weights.assign(tokens * top_k, 0.0f);
-  routing.merges.assign(tokens * top_k, 0);
+  routing.chosen.assign(tokens, 0);
   for (int64_t i = 0; i < tokens * top_k; ++i) {
     if (ids[i] >= experts)
       throw std::invalid_argument("expert id " + std::to_string(ids[i]) + " with " + std::to_string(experts) + " experts");
@@ -44,7 +38,7 @@ Routing route(const int32_t* ids, const float* weights, int64_t tokens, int64_t 
   routing.rows.resize(routing.offsets[experts]);
   std::vector<int64_t> next(routing.offsets.begin(), routing.offsets.end() - 1);
   std::vector<int32_t> order(top_k);
-  std::vector<int> open;  // depths at which the sums on the stack part from the next one
+  std::vector<int> open;  // depths at which the token's open sums part from the next row
   for (int64_t token = 0; token < tokens; ++token) {
     const int32_t* own = ids + token * top_k;
     int count = 0;
@@ -53,69 +47,25 @@ Routing route(const int32_t* ids, const float* weights, int64_t tokens, int64_t 
     // Equal ids stay in their order.
     std::sort(order.begin(), order.begin() + count,
               [own](int32_t a, int32_t b) { return own[a] < own[b] || (own[a] == own[b] && a < b); });
-    routing.choices[token] = count;
+    routing.chosen[token] = static_cast<uint8_t>(count);
     open.clear();
     for (int i = 0; i < count; ++i) {
-      const int64_t place = token * top_k + i;
-      routing.rows[next[own[order[i]]]++] = {token, place};
-      routing.weights[place] = weights[token * top_k + order[i]];
-      const int depth = i + 1 < count ? shared_depth(own[order[i]], own[order[i + 1]], experts) : -1;
-      while (!open.empty() && open.back() >= depth) {
-        ++routing.merges[place];
-        open.pop_back();
-      }
+      const int32_t expert = own[order[i]];
+      const int depth = i + 1 < count ? shared_depth(expert, own[order[i + 1]], experts) : -1;
+      const size_t before = open.size();
+      while (!open.empty() && open.back() >= depth) open.pop_back();
+      routing.rows[next[expert]++] = {static_cast<int32_t>(token), weights[token * top_k + order[i]], static_cast<uint8_t>(before),
+                                      static_cast<uint8_t>(before - open.size())};
       open.push_back(depth);
+      routing.most_open = std::max(routing.most_open, static_cast<int>(open.size()));
     }
   }
   return routing;
 }
 
-std::pair<int64_t, int64_t> Routing::rows_of(int64_t expert, int64_t begin, int64_t end) const {
+int64_t Routing::first_row(int64_t expert, int64_t token) const {
   const auto first = rows.begin() + offsets[expert], last = rows.begin() + offsets[expert + 1];
-  const auto before = [](const RoutedRow& row, int64_t token) { return row.token < token; };
-  const auto from = std::lower_bound(first, last, begin, before);
-  return {from - rows.begin(), std::lower_bound(from, last, end, before) - rows.begin()};
-}
-
-namespace {
-
-typedef float Wide __attribute__((vector_size(64)));
-typedef float WideAnywhere __attribute__((vector_size(64), aligned(4), may_alias));
-
-// kVectors times 16 columns of a token's sum. What is added last stays in registers.
-template <int kVectors>
-inline __attribute__((always_inline)) void sum_columns(const float* rows, int64_t stride, const int32_t* at,
-                                                       const float* weights, const uint8_t* merges, int choices,
-                                                       float* out) {
-  Wide open[kMostOpen][kVectors], sum[kVectors] = {};
-  int top = 0;
-  for (int i = 0; i < choices; ++i) {
-    const auto* row = reinterpret_cast<const WideAnywhere*>(rows + at[i] * stride);
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[v] = weights[i] * row[v];
-    for (int merge = 0; merge < merges[i]; ++merge) {
-      --top;
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[v] = open[top][v] + sum[v];
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) open[top][v] = sum[v];
-    ++top;
-  }
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) reinterpret_cast<WideAnywhere*>(out)[v] = sum[v];
-}
-
-}  // namespace
-
-SGL_BATCH_CLONES void weighted_sum(const float* rows, int64_t stride, const int32_t* at, const float* weights,
-                                   const uint8_t* merges, int choices, int64_t count, float* out) {
-  static_assert(kPanel == 32);
-  int64_t column = 0;
-  for (; column + 2 * kPanel <= count; column += 2 * kPanel)
-    sum_columns<4>(rows + column, stride, at, weights, merges, choices, out + column);
-  for (; column < count; column += kPanel)
-    sum_columns<2>(rows + column, stride, at, weights, merges, choices, out + column);
+  return std::lower_bound(first, last, token, [](const RoutedRow& row, int64_t wanted) { return row.token < wanted; }) - rows.begin();
 }
 
 }  // namespace sgl_batch

@@ -13,6 +13,11 @@ void scale_row(float* to, const float* from, float factor, int64_t count);   // 
 void read_row(float* to, const void* from, DType dtype, int64_t count);      // to = from
 void write_row(void* to, DType dtype, const float* from, int64_t count);     // to = from, rounded to dtype
 
+// Brings bytes that are read next to the first cache.
+inline void fetch(const void* from, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 3);
+}
+
 void convert_row(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t count);
 
 }  // namespace sgl_batch

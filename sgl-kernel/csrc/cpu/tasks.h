@@ -39,6 +39,12 @@ struct Tiles {
     return {static_cast<const char*>(from) + tile * step * steps, step};
   }
 
+  // The same with `row_bytes` from `rows` on, where the panel leaves room for them.
+  static Ahead with_rows(const Ahead& panel, const void* rows, int64_t row_bytes, int64_t steps) {
+    if (panel.step > kLineBytes) return panel;
+    return {panel.from, panel.step, rows, divide_up(row_bytes, steps)};
+  }
+
   int64_t begin, rows, count;
 };
 

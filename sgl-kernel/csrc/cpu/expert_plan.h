@@ -1,0 +1,76 @@
+// Owns how expert compute over a combined batch is cut into tasks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "experts.h"
+#include "routing.h"
+#include "tasks.h"
+
+namespace sgl_batch {
+
+constexpr int64_t kDownPanelsPerTask = 2;  // a row is read from afar once for all of them
+constexpr int64_t kRowsPerGroup = 4096;    // routed rows of a group: its tokens' open sums stay in the L2 cache
+
+// A panel of an expert's matrix.
+struct Place {
+  int64_t expert, panel;
+};
+
+// A block of one expert's rows: [begin, end) in the routing's order.
+struct Block {
+  int64_t expert, begin, end;
+};
+
+// Gate and up panels [first, last) for one block.
+struct UpTask {
+  Block block;
+  int64_t first, last;
+};
+
+// Down panels [first, last) for the tokens [begin, end) of one group.
+struct DownTask {
+  int64_t group, begin, end, first, last;
+};
+
+class ExpertPlan {
+ public:
+  // Writes the call's rows_per_expert. A block has at most `rows_per_block` rows.
+  ExpertPlan(const ExpertsCall& call, int64_t rows_per_block);
+
+  const Routing& routing() const { return routing_; }
+  const std::vector<Block>& blocks() const { return blocks_; }
+  int64_t tokens_per_group() const { return tokens_per_group_; }
+  int64_t down_panels_per_task() const { return down_panels_per_task_; }
+  // A block's panels are one task's.
+  bool whole_blocks() const { return up_chunks_ == 1; }
+
+  int64_t up_tasks() const { return static_cast<int64_t>(blocks_.size()) * up_chunks_; }
+  UpTask up(int64_t task) const {
+    const int64_t first = task % up_chunks_ * up_panels_per_task_;
+    return {blocks_[task / up_chunks_], first, std::min(first + up_panels_per_task_, up_panels_)};
+  }
+
+  // The tasks of one group come one after the other: its rows stay in the caches.
+  int64_t down_tasks() const { return down_chunks_ * groups_; }
+  DownTask down(int64_t task) const {
+    const int64_t group = task / down_chunks_, begin = group * tokens_per_group_;
+    const int64_t first = task % down_chunks_ * down_panels_per_task_;
+    return {group, begin, std::min(tokens_, begin + tokens_per_group_), first, std::min(first + down_panels_per_task_, down_panels_)};
+  }
+
+  // An expert's first routed row in a group, or in one that follows; what ends the last group ends the expert's rows.
+  int64_t first_row(int64_t expert, int64_t group) const { return first_rows_[expert * (groups_ + 1) + group]; }
+
+ private:
+  const int64_t tokens_;
+  const Routing routing_;
+  const int64_t up_panels_, down_panels_;
+  std::vector<Block> blocks_;
+  std::vector<int64_t> first_rows_;  // [experts][groups + 1]
+  int64_t up_panels_per_task_, up_chunks_, down_panels_per_task_, down_chunks_, tokens_per_group_, groups_;
+};
+
+}  // namespace sgl_batch
