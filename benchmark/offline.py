@@ -120,8 +120,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     how.add_argument(
         "--bound",
         action="store_true",
-        help="measure, before and after each round, a large product and memory that is written for the first time, and "
-        "say what share of these rates each engine reached",
+        help="measure, before and after each round, a large product, a large read and memory that is written for the "
+        "first time, and say what share of these rates each engine reached",
     )
     how.add_argument("--threads", type=int, help="OMP_NUM_THREADS of every engine (each engine's own choice)")
     how.add_argument("--hf-batch", type=int, default=32, help="prompts in a static batch of hf (32)")

@@ -1,13 +1,14 @@
-"""Owns the least time of a workload on this machine's cores: its products, and memory written for the first time.
+"""Owns the least time of a workload on this machine's cores: its products, what they read, and memory that is new.
 
-An engine that has just started writes its KV to memory that the kernel must first provide. On a virtual machine that
+A step of decode reads nearly all weights, however few sequences it has, so that a small batch is bound by memory. And
+an engine that has just started writes its KV to memory that the kernel must first provide. On a virtual machine that
 can take longer than computing does, so it is counted for itself; a later batch has that memory already.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,98 @@ from comparison.figures import Spread, spread
 from comparison.workload import Workload, model_config
 from sgl_batch.errors import ConfigError
 
-_SPEC = {"new_bytes": 2 << 30, "width": 2048, "times": 20}
+_SPEC = {"new_bytes": 2 << 30, "read_bytes": 1 << 30, "width": 2048, "times": 20}
+_BYTES = 2  # of a number in bfloat16
 _LIMIT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeastWork:
-    """What no engine can leave out: operations of the matrix products, and bytes of KV that are written."""
+class Step:
+    """A step of decode: operations, and bytes of weights and KV that it cannot but read."""
 
     flop: float
+    read_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastWork:
+    """What no engine can leave out: the products of the prompts, the steps of decode, and bytes of KV that are written.
+
+    The steps are the fewest: all sequences that still go on take each of them together.
+    """
+
+    prompts_flop: float
+    steps: tuple[Step, ...]
     kv_bytes: float
+
+    @property
+    def flop(self) -> float:
+        return self.prompts_flop + sum(step.flop for step in self.steps)
+
+    def seconds(self, flop_per_s: float, read_bytes_per_s: float) -> float:
+        """Return the least time where a step of decode takes as long as its products or its reads do."""
+        steps = (max(step.flop / flop_per_s, step.read_bytes / read_bytes_per_s) for step in self.steps)
+        return self.prompts_flop / flop_per_s + sum(steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Elements:
+    """The elements of a checkpoint's matrices, and the share of the experts that a token is sent to."""
+
+    dense: float
+    experts: float
+    head: float
+    share: float
+
+    @property
+    def of_a_token(self) -> float:
+        return self.dense + self.experts * self.share
+
+    def read_by(self, tokens: int) -> float:
+        """Return how many elements meet some of so many tokens that choose experts at random."""
+        return self.dense + self.head + self.experts * (1 - (1 - self.share) ** tokens)
 
 
 def least_work(model: Path, workload: Workload) -> LeastWork:
     """Return the work of a workload, by the shapes in the checkpoint.
 
-    A token takes two operations for each weight of a matrix; of experts, for the share that a token is sent to. The
-    output matrix counts for generated tokens only, and attention's products with KV not at all.
+    A token takes two operations for each weight of a matrix, of experts for the share that it is sent to, and for each
+    token that it sees four for each number of a query (not counted with latent attention). The output matrix counts for
+    generated tokens only.
     """
+    config, elements = model_config(model), _elements(model)
+    latent = config.get("kv_lora_rank")
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    layers = config["num_hidden_layers"]
+    kv_width = latent + config["qk_rope_head_dim"] if latent else 2 * config["num_key_value_heads"] * head_dim
+    kv_bytes = _BYTES * layers * kv_width
+    seen_flop = 0 if latent else 4 * layers * config["num_attention_heads"] * head_dim
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    steps = []
+    for number in range(1, max(workload.output_lens)):
+        lengths = [
+            len(prompt) + number
+            for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
+            if output_len > number
+        ]
+        seen = _seen(lengths, window)
+        flop = 2 * len(lengths) * (elements.of_a_token + elements.head) + seen_flop * seen
+        steps.append(Step(flop=flop, read_bytes=_BYTES * elements.read_by(len(lengths)) + kv_bytes * seen))
+    seen = sum(_seen(range(1, len(prompt) + 1), window) for prompt in workload.prompts)
+    matrices = workload.prompt_tokens * elements.of_a_token + len(workload.prompts) * elements.head
+    computed = workload.prompt_tokens + workload.output_tokens - len(workload.prompts)
+    return LeastWork(
+        prompts_flop=2 * matrices + seen_flop * seen, steps=tuple(steps), kv_bytes=float(kv_bytes * computed)
+    )
+
+
+def _seen(lengths: Iterable[int], window: int | None) -> int:
+    return sum(lengths if window is None else (min(length, window) for length in lengths))
+
+
+def _elements(model: Path) -> _Elements:
     config = model_config(model)
-    share = config.get("num_experts_per_tok", 1) / (config.get("num_experts") or 1)
-    matrices = head = embedding = 0.0
+    dense = experts = head = embedding = 0.0
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="np") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
@@ -49,17 +121,14 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
                     embedding += elements
                 elif "lm_head" in name:
                     head += elements
+                elif ".experts." in name:
+                    experts += elements
                 else:
-                    matrices += elements * (share if ".experts." in name else 1.0)
-    if not matrices:
+                    dense += elements
+    if not dense:
         raise ConfigError(f"--bound: {model} has no matrices in *.safetensors files of its own")
-    computed = workload.prompt_tokens + workload.output_tokens - len(workload.prompts)
-    heads, width = config["num_key_value_heads"], config.get("head_dim")
-    width = width or config["hidden_size"] // config["num_attention_heads"]
-    return LeastWork(
-        flop=2 * (computed * matrices + workload.output_tokens * (head or embedding)),
-        kv_bytes=2.0 * 2 * computed * config["num_hidden_layers"] * heads * width,
-    )
+    share = config.get("num_experts_per_tok", 1) / (config.get("num_experts") or 1)
+    return _Elements(dense=dense, experts=experts, head=head or embedding, share=share)
 
 
 class Rates:
@@ -83,24 +152,29 @@ class Rates:
 
 def bound_text(work: LeastWork, measured: Sequence[Mapping[str, Any]], walls: Mapping[str, Spread]) -> str:
     """Return the bound and each engine's share of it, by the medians of the rates and of the engines' seconds."""
-    flops, new = (_spread_of(measured, name) for name in ("flop_per_s", "new_bytes_per_s"))
+    flops, reads, new = (_spread_of(measured, name) for name in ("flop_per_s", "read_bytes_per_s", "new_bytes_per_s"))
     products_s, memory_s = work.flop / flops.median, work.kv_bytes / new.median
+    least_s = work.seconds(flops.median, reads.median)
     shares = "; ".join(
-        f"{name} {products_s / wall.median:.0%}, with the memory {(products_s + memory_s) / wall.median:.0%}"
+        f"{name} {products_s / wall.median:.0%} of the products, {least_s / wall.median:.0%} with the reads, "
+        f"{(least_s + memory_s) / wall.median:.0%} with the new memory too"
         for name, wall in walls.items()
     )
     return (
         f"The bound: {work.flop / 1e12:.1f} TFLOP of products take {products_s:.1f} s at "
-        f"{_scaled(flops, 1e12).text(2)} TFLOP/s, the quickest of three ways of a large product in bfloat16. "
-        f"{work.kv_bytes / 1e9:.1f} GB of KV take {memory_s:.1f} s more at {_scaled(new, 1e9).text(1)} GB/s where "
-        "memory is written for the first time, as in a first batch. Both were measured before and after each round. "
-        f"Shares of the bound that were reached: {shares}."
+        f"{_scaled(flops, 1e12).text(2)} TFLOP/s, the quickest of three ways of a large product in bfloat16. A step of "
+        f"decode whose reads of weights and KV take longer, at {_scaled(reads, 1e9).text(1)} GB/s of a large read, is "
+        f"bound by these: {least_s:.1f} s. {work.kv_bytes / 1e9:.1f} GB of KV take {memory_s:.1f} s more at "
+        f"{_scaled(new, 1e9).text(1)} GB/s where memory is written for the first time, as in a first batch. All were "
+        f"measured before and after each round. What was reached: {shares}."
     )
 
 
 def as_json(work: LeastWork, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return work and rates for the record."""
-    return {"flop": work.flop, "kv_bytes": work.kv_bytes, "rates": [dict(one) for one in measured]}
+    read_bytes = sum(step.read_bytes for step in work.steps)
+    rates = [dict(one) for one in measured]
+    return {"flop": work.flop, "decode_read_bytes": read_bytes, "kv_bytes": work.kv_bytes, "rates": rates}
 
 
 def _spread_of(measured: Sequence[Mapping[str, Any]], name: str) -> Spread:

@@ -1,4 +1,4 @@
-"""Owns measuring two rates of this machine's cores: a large product by the best way, and memory that is new.
+"""Owns measuring rates of this machine: a large product by the best way, a large read, and memory that is new.
 
 Called by the comparing side as `PYTHON cpu_rates.py SPEC RESULT`.
 """
@@ -52,6 +52,16 @@ def _product_rates(width: int, times: int) -> dict[str, float]:
     return {name: 2 * width**3 / min(_seconds(way) for _ in range(times)) for name, way in ways.items()}
 
 
+def _read_rate(num_bytes: int, times: int) -> float:
+    """Return the bytes a second of a large read by all cores, the quickest time of two ways."""
+    import torch
+
+    numbers = torch.ones(num_bytes // 4)
+    half = len(numbers) // 2
+    ways: tuple[Callable[[], object], ...] = (numbers.sum, lambda: torch.dot(numbers[:half], numbers[half:]))
+    return num_bytes / min(_seconds(way) for way in ways for _ in range(times))
+
+
 def _seconds(way: Callable[[], object]) -> float:
     begun = time.perf_counter()
     way()
@@ -59,10 +69,11 @@ def _seconds(way: Callable[[], object]) -> float:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Measure with `new_bytes` of memory on `threads` threads, and `times` products `width` wide each way."""
+    """Measure with `new_bytes` of memory on `threads` threads, `times` products `width` wide and reads each way."""
     products = _product_rates(spec["width"], spec["times"])
     return {
         "new_bytes_per_s": _new_memory_rate(spec["new_bytes"], spec["threads"]),
+        "read_bytes_per_s": _read_rate(spec["read_bytes"], spec["times"]),
         "flop_per_s": max(products.values()),
         "flop_per_s_by_way": products,
     }

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from comparison.child import run_child
-from comparison.cpu_bound import bound_text, least_work
+from comparison.cpu_bound import LeastWork, Step, bound_text, least_work
 from comparison.figures import spread
 from comparison.workload import Workload, model_config
 
@@ -22,28 +22,57 @@ def test_the_least_work_counts_each_matrix_for_the_tokens_that_pass_through_it(r
     attention = 2 * hidden * head * (heads + config["num_key_value_heads"])
     experts = 3 * hidden * config["moe_intermediate_size"] * config["num_experts_per_tok"]
     layer = attention + experts + hidden * config["num_experts"]
-    expected = 2 * (COMPUTED * config["num_hidden_layers"] * layer + 6 * hidden * config["vocab_size"])
+    seen = sum(range(1, 15)) + sum(range(1, 31))
+    layers = COMPUTED * layer + seen * 2 * heads * head
+    expected = 2 * (config["num_hidden_layers"] * layers + 6 * hidden * config["vocab_size"])
     assert work.flop == pytest.approx(expected)
     assert work.kv_bytes == 2 * 2 * COMPUTED * config["num_hidden_layers"] * config["num_key_value_heads"] * head
 
 
-def test_the_report_says_what_share_of_the_bound_each_engine_reached(repo_root):
-    work = least_work(repo_root / "test" / "models" / "tiny-qwen3-moe", WORKLOAD)
-    rates = [{"flop_per_s": work.flop / 4, "new_bytes_per_s": work.kv_bytes}] * 2
+def test_a_step_of_decode_reads_the_experts_that_its_tokens_choose_and_their_kv(repo_root):
+    model = repo_root / "test" / "models" / "tiny-qwen3-moe"
+    config, work = model_config(model), least_work(model, WORKLOAD)
+    alone = least_work(model, Workload(prompts=[[1] * 10], output_lens=[5], description="one prompt"))
+    assert [step.read_bytes for step in work.steps] == [step.read_bytes for step in alone.steps]
+    assert len(work.steps) == 4
+    layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
+    attention = 2 * hidden * config["head_dim"] * (heads + config["num_key_value_heads"])
+    experts = 3 * hidden * config["moe_intermediate_size"] * config["num_experts_per_tok"]
+    weights = layers * (attention + experts + hidden * config["num_experts"]) + hidden * config["vocab_size"]
+    kv = layers * 2 * config["num_key_value_heads"] * config["head_dim"]
+    assert work.steps[0].read_bytes == pytest.approx(2 * (weights + 11 * kv))
+    both = Workload(prompts=[[1] * 10, [2] * 10], output_lens=[2, 2], description="two at once")
+    others = 1 - config["num_experts_per_tok"] / config["num_experts"]
+    more = 2 * (layers * experts * others + 11 * kv)
+    assert least_work(model, both).steps[0].read_bytes == pytest.approx(work.steps[0].read_bytes + more)
+
+
+def test_a_step_takes_as_long_as_the_slower_of_products_and_reads():
+    work = LeastWork(
+        prompts_flop=6.0, steps=(Step(flop=4.0, read_bytes=5.0), Step(flop=2.0, read_bytes=30.0)), kv_bytes=1.0
+    )
+    assert work.seconds(2.0, 10.0) == 3.0 + 2.0 + 3.0
+
+
+def test_the_report_says_what_share_of_the_bound_each_engine_reached():
+    work = LeastWork(prompts_flop=6.0, steps=(Step(flop=2.0, read_bytes=20.0),), kv_bytes=3.0)
+    rates = [{"flop_per_s": 2.0, "read_bytes_per_s": 10.0, "new_bytes_per_s": 3.0}] * 2
     wall = spread([10.0])
     assert wall is not None
     text = bound_text(work, rates, {"ours": wall})
     assert "take 4.0 s" in text
+    assert "bound by these: 5.0 s" in text
     assert "take 1.0 s more" in text
-    assert "ours 40%, with the memory 50%" in text
+    assert "ours 40% of the products, 50% with the reads, 60% with the new memory too" in text
 
 
 def test_the_rates_are_measured_in_a_process_of_their_own(tmp_path):
     spec, result, log = tmp_path / "spec.json", tmp_path / "result.json", tmp_path / "log"
-    spec.write_text(json.dumps({"new_bytes": 4 << 20, "width": 64, "times": 1, "threads": 2}))
+    spec.write_text(json.dumps({"new_bytes": 4 << 20, "read_bytes": 1 << 20, "width": 64, "times": 1, "threads": 2}))
     end = run_child(sys.executable, spec, result, log, limit_s=120, threads=1, runner="cpu_rates.py")
     assert end.reason is None
     rates = json.loads(result.read_text())
     assert rates["new_bytes_per_s"] > 0
+    assert rates["read_bytes_per_s"] > 0
     assert rates["flop_per_s"] == max(rates["flop_per_s_by_way"].values()) > 0
     assert {"torch", "sgl_batch"} <= rates["flop_per_s_by_way"].keys()
