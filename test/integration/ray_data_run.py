@@ -26,7 +26,7 @@ def main(model: str, source: str, result: str) -> None:
     config = SglBatchEngineProcessorConfig(
         model_source=model,
         engine_kwargs=SMALL,
-        sampling_params={"temperature": 0, "max_new_tokens": 5, "ignore_eos": True},
+        sampling_params={"temperature": 0, "max_new_tokens": 300, "ignore_eos": True},
         batch_size=2,
         num_cpus=1,
     )

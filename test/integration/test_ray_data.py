@@ -22,14 +22,17 @@ from sgl_batch.control_plane.data.batches import ADDED
 pytestmark = pytest.mark.engine
 
 TOO_MANY = 1_000_000
+# Two rows make a batch, and each batch has one whose answer is long: these are in the engine together.
+LONG = 300  # tokens, as ray_data_run.py asks for
 ROWS: dict[str, dict[str, Any]] = {
     "plain": {"prompt": "What does os.path.join do?"},
-    "chat": {"messages": [{"role": "user", "content": "Name a colour."}]},
-    "tokens": {"tokenized_prompt": [204, 1109, 270]},
     "short": {"prompt": "Return the", "sampling_params": {"max_new_tokens": 2}},
-    "empty": {},
+    "chat": {"messages": [{"role": "user", "content": "Name a colour."}]},
     "too long": {"prompt": "Return the", "sampling_params": {"max_new_tokens": TOO_MANY}},
+    "tokens": {"tokenized_prompt": [204, 1109, 270]},
     "bad value": {"prompt": "Return the", "sampling_params": {"temperature": -1.0}},
+    "last": {"prompt": "Return the"},
+    "empty": {},
 }
 BAD = {"empty": "the row has no prompt", "too long": str(TOO_MANY), "bad value": "temperature"}
 
@@ -88,7 +91,7 @@ def test_each_row_has_one_answer_or_one_error(run: Run) -> None:
             assert (row["generated_text"], row["generated_tokens"], row["num_generated_tokens"]) == ("", [], 0)
         else:
             assert row["__inference_error__"] == ""
-            assert len(row["generated_tokens"]) == row["num_generated_tokens"] == (2 if name == "short" else 5)
+            assert len(row["generated_tokens"]) == row["num_generated_tokens"] == (2 if name == "short" else LONG)
             assert row["num_input_tokens"] > 0
     assert rows["tokens"]["num_input_tokens"] == 3
 
@@ -100,7 +103,9 @@ def test_blocks_with_and_without_failed_rows_have_one_schema(run: Run) -> None:
 
 
 def test_the_rows_of_all_batches_are_in_the_engine_at_once_and_nothing_outlives_the_run(run: Run) -> None:
-    assert re.search(r"rows: 6 answered in [\d.]+ s, at most 6 in the engine at once", run.said)
+    found = re.search(r"rows: 7 answered in [\d.]+ s, at most (\d) in the engine at once", run.said)
+    assert found is not None
+    assert int(found[1]) >= len(ROWS) // 2
     assert run.left == []
 
 
