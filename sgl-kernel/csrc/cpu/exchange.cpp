@@ -304,10 +304,12 @@ void Exchange::gather_columns(const char* own, size_t own_stride_bytes, int64_t 
     const int64_t count = std::min(at_once, rows - begin);
     const uint32_t round = header(rank_).posted.load(std::memory_order_relaxed) + 1;
     const auto slot = [&](size_t rank) { return regions_[rank] + kHeaderBytes + round % 2 * slot_bytes; };
-    over_rows(count, own_bytes, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row)
-        std::memcpy(slot(rank_) + row * own_bytes, own + (begin + row) * own_stride_bytes, static_cast<size_t>(own_bytes));
-    });
+    // A rank without columns may have no memory for them, and memcpy must not be given a null pointer even for no bytes.
+    if (own_bytes > 0)
+      over_rows(count, own_bytes, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; ++row)
+          std::memcpy(slot(rank_) + row * own_bytes, own + (begin + row) * own_stride_bytes, static_cast<size_t>(own_bytes));
+      });
     described[0] = rows - begin;
     agree_on(described);
     over_rows(count, out_bytes, [&](int64_t first, int64_t last) {
