@@ -13,7 +13,6 @@ namespace sgl_batch {
 namespace {
 
 constexpr int64_t kMostTokensPerTask = 64, kLeastTokensPerTask = 16;
-constexpr int64_t kLineBytes = 64;
 
 // Pages of keys are [heads][page / width][dim / step][width][step] with `width` tokens a panel, and pages of values
 // [heads][dim / width][page / step][width][step] with `width` channels a panel. `step` numbers are one word of 4 bytes:
