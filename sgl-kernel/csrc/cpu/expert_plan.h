@@ -8,6 +8,7 @@
 #include "experts.h"
 #include "routing.h"
 #include "tasks.h"
+#include "token_sums.h"
 
 namespace sgl_batch {
 
@@ -72,5 +73,22 @@ class ExpertPlan {
   std::vector<int64_t> first_rows_;  // [experts][groups + 1]
   int64_t up_panels_per_task_, up_chunks_, down_panels_per_task_, down_chunks_, tokens_per_group_, groups_;
 };
+
+// Some columns of the output for a group of tokens: the down products of all experts, added up by token. Called for each
+// expert that has rows in the group is add(expert, first row, last row, next, sums); `next` is what the thread needs after
+// that, in the end `after`. `room`: see TokenSums.
+template <typename Add>
+void sum_down_products(const ExpertsCall& call, const ExpertPlan& plan, const DownTask& task, const Place& after, void* room,
+                       const Add& add) {
+  const int64_t columns = (task.last - task.first) * kPanel;
+  TokenSums sums(plan.routing(), task.begin, task.end, columns, room);
+  for (int64_t expert = 0; expert < call.experts; ++expert) {
+    const int64_t from = plan.first_row(expert, task.group), to = plan.first_row(expert, task.group + 1);
+    if (from < to) add(expert, from, to, expert + 1 < call.experts ? Place{expert + 1, task.first} : after, sums);
+  }
+  const auto element = static_cast<int64_t>(size_of(call.out_dtype));
+  sums.write(static_cast<char*>(call.out) + (task.begin * call.hidden + task.first * kPanel) * element, call.hidden * element,
+             call.out_dtype, std::min(columns, call.hidden - task.first * kPanel));
+}
 
 }  // namespace sgl_batch

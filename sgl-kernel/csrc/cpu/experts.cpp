@@ -8,7 +8,6 @@
 #include "packing.h"
 #include "rows.h"
 #include "tasks.h"
-#include "token_sums.h"
 #include "workspace.h"
 
 namespace sgl_batch {
@@ -158,21 +157,13 @@ class Experts {
     }
   }
 
-  // Some columns of the output for a group of tokens: down products of all experts, added up by token. `after`: what this
-  // thread needs next.
+  // `after`: what this thread needs next.
   void down(const DownTask& task, const Place& after, char* scratch) const {
-    const int64_t columns = (task.last - task.first) * kPanel;
-    TokenSums sums(plan_.routing(), task.begin, task.end, columns, scratch + sums_at_);
     const TileUse use(tile_);
-    for (int64_t expert = 0; expert < c_.experts; ++expert) {
-      const int64_t from = plan_.first_row(expert, task.group), to = plan_.first_row(expert, task.group + 1);
-      if (from == to) continue;
-      const Place next = expert + 1 < c_.experts ? Place{expert + 1, task.first} : after;
-      down_products(expert, Tiles(from, to, tile_.max_rows), task, next, sums, scratch);
-    }
-    const auto element = static_cast<int64_t>(size_of(c_.out_dtype));
-    sums.write(static_cast<char*>(c_.out) + (task.begin * c_.hidden + task.first * kPanel) * element, c_.hidden * element,
-               c_.out_dtype, std::min(columns, c_.hidden - task.first * kPanel));
+    sum_down_products(c_, plan_, task, after, scratch + sums_at_,
+                      [&](int64_t expert, int64_t from, int64_t to, const Place& next, TokenSums& sums) {
+                        down_products(expert, Tiles(from, to, tile_.max_rows), task, next, sums, scratch);
+                      });
   }
 
   void down_products(int64_t expert, const Tiles& tiles, const DownTask& task, const Place& after, TokenSums& sums,
