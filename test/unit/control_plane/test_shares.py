@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +69,12 @@ def test_an_instance_gets_no_lines_of_others_while_it_has_lines_to_begin():
 def test_an_instance_whose_rate_is_not_known_counts_as_fast_as_the_others():
     assert moves([load(400, rate=4.0), load(0, rate=0.0)]) == LineMove(source=0, target=1, count=200)
     assert moves([load(100, rate=0.0), load(0, rate=0.0)]) == LineMove(source=0, target=1, count=50)
+
+
+def test_a_rate_too_small_to_count_with_is_one_that_is_not_known():
+    tiny = sys.float_info.min
+    assert moves([load(400, rate=4.0), load(0, rate=tiny)]) == LineMove(source=0, target=1, count=200)
+    assert moves([load(4, rate=tiny)]) is None
 
 
 def test_nothing_moves_where_it_would_gain_little():

@@ -87,12 +87,13 @@ def moves(loads: Sequence[Load]) -> LineMove | None:
 
 
 def _move(loads: Sequence[Load], *, begun: bool) -> LineMove | None:
+    known = [one.rate >= _LEAST_RATE for one in loads]
     mean = _mean_rate([one.rate for one in loads])
-    rates = [one.rate or mean for one in loads]
+    rates = [one.rate if is_known else mean for one, is_known in zip(loads, known, strict=True)]
     left_s = [one.lines / rate for one, rate in zip(loads, rates, strict=True)]
     may_give = [one.movable if begun else one.queued for one in loads]
-    takers = [number for number, one in enumerate(loads) if one.lacks and (one.rate or not begun)]
-    givers = [number for number, one in enumerate(loads) if may_give[number] and (one.rate or not begun)]
+    takers = [number for number, one in enumerate(loads) if one.lacks and (known[number] or not begun)]
+    givers = [number for number in range(len(loads)) if may_give[number] and (known[number] or not begun)]
     if not takers or not givers:
         return None
     source, target = max(givers, key=left_s.__getitem__), min(takers, key=left_s.__getitem__)
