@@ -79,7 +79,8 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
     token that it sees four for each number of a query (not counted with latent attention). The output matrix counts for
     generated tokens only.
     """
-    config, elements = model_config(model), _elements(model)
+    config = model_config(model)
+    elements = _elements(model, config)
     latent = config.get("kv_lora_rank")
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     layers = config["num_hidden_layers"]
@@ -109,8 +110,7 @@ def _seen(lengths: Iterable[int], window: int | None) -> int:
     return sum(lengths if window is None else (min(length, window) for length in lengths))
 
 
-def _elements(model: Path) -> _Elements:
-    config = model_config(model)
+def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:
     dense = experts = head = embedding = 0.0
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="np") as tensors:

@@ -13,6 +13,7 @@
 namespace sgl_batch {
 
 constexpr int64_t kDownPanelsPerTask = 2;  // a row is read from afar once for all of them
+static_assert(kDownPanelsPerTask <= 2);    // they have the scratch memory of a gate and an up panel
 constexpr int64_t kRowsPerGroup = 4096;    // routed rows of a group: its tokens' open sums stay in the L2 cache
 
 // A panel of an expert's matrix.
