@@ -79,6 +79,7 @@ class ScriptedEngine:
         finally:
             scripted.cancel()
             dead.cancel()
+            await asyncio.wait({scripted})  # an aborted line is held until its script lets go of it
 
 
 class ScriptedSource:

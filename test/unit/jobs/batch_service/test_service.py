@@ -143,13 +143,23 @@ def test_an_answer_that_is_not_json_fails_only_its_line(tmp_path):
 def test_a_cancelled_job_keeps_its_finished_lines_and_says_so_for_the_others(tmp_path):
     async def scenario():
         given = [line("a"), line("b", "hold"), line("c"), line("d", "refuse")]
-        async with service_in(tmp_path, ScriptedSource(hold_marked)) as service:
+        may_end = asyncio.Event()
+
+        async def end_late(engine, body):
+            try:
+                return await hold_marked(engine, body)
+            finally:
+                if body["prompt"] == "hold":
+                    await may_end.wait()
+
+        async with service_in(tmp_path, ScriptedSource(end_late)) as service:
             batch = await create(service, given)
             while sum((await service.get_batch(batch.id)).request_counts.values()) < 4 + 3:
                 await asyncio.sleep(0.001)
             cancelling = await service.cancel_batch(batch.id)
             assert cancelling.status == "cancelling"
             assert (await service.cancel_batch(batch.id)).cancelling_at == cancelling.cancelling_at
+            may_end.set()
             done = await until(service, batch.id)
             assert done.status == "cancelled"
             assert done.request_counts == {"total": 4, "completed": 2, "failed": 1}
