@@ -28,6 +28,7 @@ from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
 from sgl_batch.mem_cache.page_allocator import PageAllocator
 from sgl_batch.memory.gpu_memory import read_gpu
 from sgl_batch.memory.huge_pages import huge_parameters
+from sgl_batch.memory.kept_memory import keep_freed_memory
 from sgl_batch.memory.process_memory import forget_peak, resident_bytes
 from sgl_batch.metrics.sampled_parts import DECODE, MIXED, PREFILL, SAMPLING
 from sgl_batch.model_executor.attention_window import check_window
@@ -149,6 +150,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.weight_bytes = resident_weight_bytes(self.model, int8=int8)
         self.context.start_log.end("model made, weights read", num_bytes=self.weight_bytes)
         forget_peak()
+        if self.device == "cpu" and memory.weights == "resident":  # streamed weights take what is free
+            keep_freed_memory()
 
     def init_kv_cache_configurator(self) -> None:
         """Size the KV pool: with a budget for the device, it gets what the other needs leave.

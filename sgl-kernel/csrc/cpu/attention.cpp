@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "packing.h"
@@ -20,22 +21,27 @@ struct Block {
   int64_t piece, head, last_head, begin, end;
 };
 
-// One head's rows of a block.
+// What lies in one page of the tokens that a block meets in one step: `count` of them, from `offset` on.
+struct Part {
+  int64_t page, offset, count;
+};
+
+// The tokens, from `first` on, that a block meets in one step.
+struct Chunk {
+  const Block* block = nullptr;
+  int64_t first = 0, num_parts = 0;
+  Part parts[kChunk];
+};
+
+// Some rows of a block for one KV head. The first one is query head `query_head` of those of this KV head, of token `token` of
+// the piece; the token's other heads follow, and then the next token's.
 struct Rows {
-  const char* queries;
+  const Block* block;
+  int64_t head, token, query_head;
+  int count;
+  char* queries;
   float* state;
   float* sums;
-};
-
-// One head's part of a page.
-struct Pages {
-  PackedWeight keys, values;
-};
-
-// What is read after a chunk: the one of this head that begins at token `first`.
-struct Next {
-  const Block* block;
-  int64_t head, first;
 };
 
 class Attention {
@@ -82,9 +88,10 @@ class Attention {
     char* base = static_cast<char*>(workspace.at_least(bytes * num_threads()));
     for (int thread = 0; thread < num_threads(); ++thread) one.guard(base + bytes * thread);
     const auto count = static_cast<int64_t>(blocks_.size());
+    std::vector<Lead> leads;
+    for (int thread = 0; thread < num_threads(); ++thread) leads.emplace_back(*this);
     run_tasks_ahead(count, [&](int64_t index, int64_t next, int thread) {
-      const Block& after = blocks_[next < count ? next : index];
-      attend(blocks_[index], {&after, after.head, first_chunk(after)}, base + bytes * thread);
+      attend(blocks_[index], next < count ? &blocks_[next] : nullptr, leads[static_cast<size_t>(thread)], base + bytes * thread);
     });
   }
 
@@ -108,128 +115,267 @@ class Attention {
 
   size_t element() const { return size_of(c_.dtype); }
 
-  // The page of the given token of a block's sequence, for one head.
-  Pages pages_at(const Block& block, int64_t head, int64_t token) const {
-    const int64_t number = c_.tables[c_.table_starts[block.piece] + token / c_.page];
-    const size_t at = static_cast<size_t>((number * c_.kv_heads + head) * c_.page * c_.dim) * element();
-    return {{static_cast<const char*>(c_.k_pages) + at, c_.dtype, nullptr, c_.page, c_.dim},
-            {static_cast<const char*>(c_.v_pages) + at, c_.dtype, nullptr, c_.dim, c_.page}};
+  // One head's keys and values of a page.
+  PackedWeight keys(int64_t page, int64_t head) const {
+    return {at_page(c_.k_pages, page, head), c_.dtype, nullptr, c_.page, c_.dim};
+  }
+  PackedWeight values(int64_t page, int64_t head) const {
+    return {at_page(c_.v_pages, page, head), c_.dtype, nullptr, c_.dim, c_.page};
+  }
+  const char* at_page(const void* pages, int64_t page, int64_t head) const {
+    return static_cast<const char*>(pages) + static_cast<size_t>((page * c_.kv_heads + head) * c_.page * c_.dim) * element();
   }
 
-  // The page that is read in the place of the page at token `part` of a chunk; the last one where there are fewer.
-  Pages page_of(const Next& next, int64_t part) const {
-    const int64_t last = seen_by(*next.block, next.block->end - 1) - 1;
-    return pages_at(*next.block, next.head, std::min(next.first + part, last));
+  // The tokens that a block meets from `first` on. Returns false if there are none.
+  bool take(Chunk& chunk, const Block& block, int64_t first) const {
+    const int64_t tokens = std::min(chunk_, seen_by(block, block.end - 1) - first);
+    chunk.block = &block;
+    chunk.first = first;
+    chunk.num_parts = 0;
+    for (int64_t at = 0; at < tokens; at += part_)
+      chunk.parts[chunk.num_parts++] = {c_.tables[c_.table_starts[block.piece] + (first + at) / c_.page], (first + at) % c_.page,
+                                        std::min(part_, tokens - at)};
+    return tokens > 0;
   }
 
-  // Row r of a block is query head r % group_ of its token r / group_.
-  size_t row_offset(const Block& block, int64_t head, int64_t row, int64_t stride) const {
-    const int64_t token = c_.starts[block.piece] + block.begin + row / group_;
-    return static_cast<size_t>(token * stride + (head * group_ + row % group_) * c_.dim) * element();
-  }
+  // Goes through the pages in the order in which a thread reads them, kLead bytes ahead of its tiles, so that each of them
+  // brings closer what is read that much later, and as many bytes as it reads itself. Without that a chunk of few tokens would
+  // have to bring a whole one.
+  class alignas(2 * kLineBytes) Lead {
+   public:
+    explicit Lead(const Attention& all) : all_(all) {}
 
-  // `after`: what is read when this block is done.
-  void attend(const Block& block, const Next& after, char* scratch) const {
-    const int64_t rows = (block.end - block.begin) * group_, heads = block.last_head - block.head;
-    auto* state = reinterpret_cast<float*>(scratch + state_at_);
-    auto* sums = reinterpret_cast<float*>(scratch + sums_at_);
-    if (c_.window != 0) std::fill(sums, sums + heads * rows * padded_dim_, 0.0f);  // else the first chunk's are not added
-    for (int64_t at = 0; at < heads * rows; ++at) {
-      // The running maximum is of scores before they are scaled.
-      const bool sinks = c_.sinks != nullptr;
-      state[2 * at] = sinks ? c_.sinks[(block.head + at / rows) * group_ + at % rows % group_] / c_.scaling
-                            : -std::numeric_limits<float>::infinity();
-      state[2 * at + 1] = sinks ? 1.0f : 0.0f;
-    }
-    // A token's rows of one KV head lie one after the other.
-    for (int64_t at = 0; at < heads * rows; at += group_)
-      convert_row(scratch + queries_at_ + at * query_bytes(), row_dtype_,
-                  static_cast<const char*>(c_.q) + row_offset(block, block.head + at / rows, at % rows, c_.q_stride),
-                  c_.dtype, group_ * c_.dim);
-    const Tiles tiles(0, rows, tile_.max_rows);
-    const int64_t tokens = seen_by(block, block.end - 1);
-    for (int64_t first = first_chunk(block); first < tokens; first += chunk_)
-      for (int64_t head = 0; head < heads; ++head) {
-        const Next next = head + 1 < heads          ? Next{&block, block.head + head + 1, first}
-                          : first + chunk_ < tokens ? Next{&block, block.head, first + chunk_}
-                                                    : after;
-        const Rows own{scratch + queries_at_ + head * rows * query_bytes(), state + 2 * head * rows,
-                       sums + head * rows * padded_dim_};
-        for (int64_t tile = 0; tile < tiles.count; ++tile)
-          attend_tile(block, block.head + head, first, next, tiles, tile, own, scratch);
+    // The thread begins one block, and knows which one comes after, or none.
+    void enter(const Block& block, const Block* after) {
+      after_ = after;
+      if (last_ != &block) {
+        begin(&block);
+        owed_ = 0;
+        for (int64_t skipped = 0; skipped < kLead && next_run(); at_ = end_) skipped += end_ - at_;
+      } else if (chunk_.block == nullptr) {
+        begin(std::exchange(after_, nullptr));  // a block of less than the lead
       }
-    for (int64_t at = 0; at < heads * rows; at += group_)
-      write_token(block, block.head + at / rows, at % rows, sums + at * padded_dim_, state + 2 * at);
+    }
+
+    // The tiles that follow read so many bytes for the first time.
+    void owe(int64_t bytes) { owed_ += bytes; }
+
+    // What a tile of so many steps over `panel` brings.
+    Ahead bring(const void* panel, int64_t steps) {
+      const int64_t most = steps * kStepBytes;
+      while (owed_ > 0 && (at_ < end_ || next_run())) {
+        const char* from = at_;
+        const int64_t bytes = std::min({static_cast<int64_t>(end_ - at_), owed_, most});
+        at_ += bytes;
+        owed_ -= bytes;
+        if (2 * bytes >= most || owed_ <= 0) return {from, divide_up(bytes, steps)};
+        for (int64_t line = 0; line < bytes; line += kLineBytes) __builtin_prefetch(from + line, 0, 2);
+      }
+      return {panel, 0};
+    }
+
+   private:
+    static constexpr int64_t kLead = 32 << 10;
+
+    void begin(const Block* block) {
+      at_ = end_ = nullptr;
+      run_ = 0;
+      chunk_.block = block;
+      if (block == nullptr) return;
+      last_ = block;
+      head_ = block->head;
+      all_.take(chunk_, *block, all_.first_chunk(*block));
+    }
+
+    // Goes on to the next bytes that lie together. Returns false once all is read that the thread knows of.
+    bool next_run() {
+      if (chunk_.block == nullptr) return false;
+      const int64_t panels = divide_up(all_.c_.dim, kPanel);
+      if (run_ == chunk_.num_parts * (1 + panels)) {
+        run_ = 0;
+        if (++head_ == chunk_.block->last_head) {
+          head_ = chunk_.block->head;
+          if (!all_.take(chunk_, *chunk_.block, chunk_.first + all_.chunk_)) begin(std::exchange(after_, nullptr));
+          if (chunk_.block == nullptr) return false;
+        }
+      }
+      if (run_ < chunk_.num_parts) {
+        const Part& part = chunk_.parts[run_++];
+        const PackedWeight keys = all_.keys(part.page, head_);
+        at_ = keys.panel(part.offset / kPanel);
+        end_ = at_ + divide_up(part.count, kPanel) * keys.panel_bytes();
+        return true;
+      }
+      const int64_t number = run_ - chunk_.num_parts;
+      const Part& part = chunk_.parts[number / panels];
+      const PackedWeight values = all_.values(part.page, head_);
+      at_ = values.panel(number % panels) + tile_steps(values.dtype, part.offset) * kStepBytes;
+      end_ = at_ + tile_steps(values.dtype, part.count) * kStepBytes;
+      // Panels of a whole page lie one after the other.
+      const bool is_whole = part.count == all_.c_.page;
+      if (is_whole) end_ = at_ + panels * values.panel_bytes();
+      run_ += is_whole ? panels : 1;
+      return true;
+    }
+
+    const Attention& all_;
+    const Block* after_ = nullptr;
+    const Block* last_ = nullptr;  // the last one that it has begun
+    Chunk chunk_;
+    int64_t head_ = 0, run_ = 0, owed_ = 0;
+    const char* at_ = nullptr;
+    const char* end_ = nullptr;
+  };
+
+  // `after` is what comes next, or null.
+  void attend(const Block& block, const Block* after, Lead& lead, char* scratch) const {
+    const int64_t rows = (block.end - block.begin) * group_, heads = block.last_head - block.head;
+    const Tiles tiles(0, rows, tile_.max_rows);
+    const int64_t start = first_chunk(block);
+    const bool is_one = start + chunk_ >= seen_by(block, block.end - 1);  // then tiles come one after the other, in one place
+    lead.enter(block, after);
+    Chunk chunk;
+    for (int64_t first = start; take(chunk, block, first); first += chunk_)
+      for (int64_t head = 0; head < heads; ++head)
+        for (int64_t tile = 0; tile < tiles.count; ++tile) {
+          const int64_t row = tiles.at(tile), place = is_one ? 0 : head * rows + row;
+          Rows own = rows_of(block, block.head + head, row, tiles.size(tile));
+          own.queries = scratch + queries_at_ + place * query_bytes();
+          own.state = reinterpret_cast<float*>(scratch + state_at_) + 2 * place;
+          own.sums = reinterpret_cast<float*>(scratch + sums_at_) + place * padded_dim_;
+          if (first == start) {
+            begin(own);
+            const int64_t next = row + own.count;
+            if (next < rows)
+              bring_queries(block, own.head, next);
+            else if (head + 1 < heads)
+              bring_queries(block, own.head + 1, 0);
+            else if (after != nullptr)
+              bring_queries(*after, after->head, 0);
+          }
+          lead.owe(chunk_bytes(chunk) / tiles.count);
+          attend_tile(chunk, own, lead, scratch);
+        }
   }
 
-  // The rows of one token for one KV head.
-  void write_token(const Block& block, int64_t head, int64_t row, float* sums, const float* state) const {
-    char* out = static_cast<char*>(c_.out) + row_offset(block, head, row, c_.q_heads * c_.dim);
-    const int64_t out_bytes = c_.dim * static_cast<int64_t>(element());
-    for (int64_t i = 0; i < group_; ++i)
-      scale_row(sums + i * padded_dim_, sums + i * padded_dim_, 1.0f / state[2 * i + 1], c_.dim);
-    if (padded_dim_ != c_.dim) {
-      for (int64_t i = 0; i < group_; ++i) write_row(out + i * out_bytes, c_.dtype, sums + i * padded_dim_, c_.dim);
-      return;
-    }
-    for (int64_t column = 0; column < c_.dim; column += kPanel)
-      isa_.store(sums + column, padded_dim_, static_cast<int>(group_), c_.dtype,
-                 out + column * static_cast<int64_t>(element()), out_bytes);
+  // What the tiles read of a chunk, for one head.
+  int64_t chunk_bytes(const Chunk& chunk) const {
+    int64_t bytes = 0;
+    for (int64_t part = 0; part < chunk.num_parts; ++part)
+      bytes += (round_up(chunk.parts[part].count, kPanel) + round_up(chunk.parts[part].count, 2)) * padded_dim_;
+    return bytes * static_cast<int64_t>(element());
   }
 
   int64_t query_bytes() const { return c_.dim * static_cast<int64_t>(size_of(row_dtype_)); }
-
-  // One tile of rows against the chunk that begins at token `first`: scores, weights, and what they add to the sums.
-  void attend_tile(const Block& block, int64_t head, int64_t first, const Next& next, const Tiles& tiles, int64_t tile,
-                   const Rows& own, char* scratch) const {
-    const int64_t row = tiles.at(tile);
-    const int m = tiles.size(tile);
-    const int64_t most = std::min(chunk_, seen_by(block, block.begin + (row + m - 1) / group_) - first);
-    if (most <= 0 || first_seen(block, block.begin + row / group_) >= first + chunk_) return;
-    auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
-    float* state = own.state + 2 * row;
-    float* sums = own.sums + row * padded_dim_;
-    const char* queries = own.queries + row * query_bytes();
-    for (int64_t part = 0; part < most; part += part_)
-      score(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part), page_of(next, part),
-            queries, scores + part, tiles, tile, scratch);
-    char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
-    int64_t from[kMaxRows], seen[kMaxRows];
-    for (int i = 0; i < m; ++i) {
-      const int64_t token = block.begin + (row + i) / group_;
-      from[i] = std::clamp<int64_t>(first_seen(block, token) - first, 0, chunk_);
-      seen[i] = std::clamp<int64_t>(seen_by(block, token) - first, 0, chunk_);
-    }
-    isa_.softmax_step({m, scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling, state, row_dtype_, weights,
-                       sums, padded_dim_});
-    for (int64_t part = 0; part < most; part += part_)
-      add_values(pages_at(block, head, first + part), (first + part) % c_.page, std::min(part_, most - part),
-                 page_of(next, part), weights + part * static_cast<int64_t>(size_of(row_dtype_)), sums,
-                 c_.window != 0 || first + part > 0, tiles, tile, scratch);
-  }
-
   int64_t weight_bytes() const { return score_stride_ * static_cast<int64_t>(size_of(row_dtype_)); }
 
-  // Scores against `count` tokens of a page from `offset` on, which is a multiple of the panel's width where it is not 0.
-  void score(const Pages& here, int64_t offset, int64_t count, const Pages& next, const char* queries, float* scores,
-             const Tiles& tiles, int64_t tile, char* scratch) const {
-    for (int64_t done = 0; done < count; done += kPanel) {
-      const int64_t panel = (offset + done) / kPanel;
-      tile_.run({queries, query_bytes(), here.keys.ready_part(panel, scratch + spare_at_, 0, c_.dim), c_.dim,
-                 tiles.size(tile), scores + done, score_stride_, false,
-                 tiles.ahead(tile, next.keys.panel(done / kPanel), here.keys.panel_bytes(), tile_steps(c_.dtype, c_.dim))});
+  Rows rows_of(const Block& block, int64_t head, int64_t row, int64_t count) const {
+    return {&block, head, block.begin + row / group_, row % group_, static_cast<int>(count), nullptr, nullptr, nullptr};
+  }
+
+  // Calls each(token, first, last) for the tokens to which rows belong, and those rows of theirs, counted from the first one.
+  template <typename Each>
+  void by_token(const Rows& rows, const Each& each) const {
+    int64_t token = rows.token, end = group_ - rows.query_head;
+    for (int64_t at = 0; at < rows.count; at = end, end += group_, ++token) each(token, at, std::min<int64_t>(end, rows.count));
+  }
+
+  // Where a token's row lies in q or in the result, `stride` numbers a token: for one KV head one after the other.
+  int64_t offset(const Rows& rows, int64_t token, int64_t row, int64_t stride) const {
+    const int64_t query_head = rows.head * group_ + rows.query_head + row - (token - rows.token) * group_;
+    return ((c_.starts[rows.block->piece] + token) * stride + query_head * c_.dim) * static_cast<int64_t>(element());
+  }
+  const char* query_at(const Rows& rows, int64_t token, int64_t row) const {
+    return static_cast<const char*>(c_.q) + offset(rows, token, row, c_.q_stride);
+  }
+  char* out_at(const Rows& rows, int64_t token, int64_t row) const {
+    return static_cast<char*>(c_.out) + offset(rows, token, row, c_.q_heads * c_.dim);
+  }
+
+  // Brings the queries of a tile of rows, from the given one on, closer.
+  void bring_queries(const Block& block, int64_t head, int64_t row) const {
+    const Rows rows = rows_of(block, head, row, std::min<int64_t>(tile_.max_rows, (block.end - block.begin) * group_ - row));
+    by_token(rows, [&](int64_t token, int64_t first, int64_t last) {
+      fetch(query_at(rows, token, first), static_cast<size_t>((last - first) * c_.dim) * element());
+    });
+  }
+
+  // Queries and the state before the first chunk.
+  void begin(const Rows& own) const {
+    by_token(own, [&](int64_t token, int64_t first, int64_t last) {
+      convert_row(own.queries + first * query_bytes(), row_dtype_, query_at(own, token, first), c_.dtype, (last - first) * c_.dim);
+    });
+    // Sums of the first chunk are not added to these, unless rows see it at different places.
+    if (c_.window != 0) std::fill(own.sums, own.sums + own.count * padded_dim_, 0.0f);
+    for (int64_t at = 0; at < own.count; ++at) {
+      // The running maximum is of scores before they are scaled.
+      const bool sinks = c_.sinks != nullptr;
+      own.state[2 * at] = sinks ? c_.sinks[own.head * group_ + (own.query_head + at) % group_] / c_.scaling
+                                : -std::numeric_limits<float>::infinity();
+      own.state[2 * at + 1] = sinks ? 1.0f : 0.0f;
     }
   }
 
-  // The weighted values of those tokens: the sums, or what is added to them.
-  void add_values(const Pages& here, int64_t offset, int64_t count, const Pages& next, const char* weights, float* sums,
-                  bool add, const Tiles& tiles, int64_t tile, char* scratch) const {
-    // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
-    const int64_t k = std::min(part_, round_up(count, 2)), steps = tile_steps(c_.dtype, k);
-    for (int64_t panel = 0; panel < here.values.panels(); ++panel)
-      tile_.run({weights, weight_bytes(), here.values.ready_part(panel, scratch + spare_at_, offset, offset + k), k,
-                 tiles.size(tile), sums + panel * kPanel, padded_dim_, add,
-                 tiles.ahead(tile, next.values.panel(panel), kStepBytes * steps, steps)});
+  // One tile of rows against a chunk: scores, weights, and what they add to the sums. The last chunk's sums are the result.
+  void attend_tile(const Chunk& chunk, const Rows& own, Lead& lead, char* scratch) const {
+    const Block& block = *chunk.block;
+    const int64_t left = seen_by(block, own.token + (own.query_head + own.count - 1) / group_) - chunk.first;
+    const int64_t most = std::min(chunk_, left);
+    if (most <= 0 || first_seen(block, own.token) >= chunk.first + chunk_) return;
+    if (left <= chunk_) bring_out(own);
+    auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
+    Tile call{own.queries, query_bytes(), nullptr, c_.dim, own.count, nullptr, score_stride_, false, {}};
+    for (int64_t at = 0; at < most; at += part_) {
+      const Part& part = chunk.parts[at / part_];
+      const PackedWeight page = keys(part.page, own.head);
+      const int64_t count = std::min(part_, most - at);
+      for (int64_t done = 0; done < count; done += kPanel) {
+        call.panel = page.ready_part((part.offset + done) / kPanel, scratch + spare_at_, 0, c_.dim);
+        call.c = scores + at + done;
+        call.ahead = lead.bring(call.panel, tile_steps(c_.dtype, call.k));
+        tile_.run(call);
+      }
+    }
+    char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
+    int64_t from[kMaxRows], seen[kMaxRows];
+    by_token(own, [&](int64_t token, int64_t first, int64_t last) {
+      std::fill(from + first, from + last, std::clamp<int64_t>(first_seen(block, token) - chunk.first, 0, chunk_));
+      std::fill(seen + first, seen + last, std::clamp<int64_t>(seen_by(block, token) - chunk.first, 0, chunk_));
+    });
+    isa_.softmax_step({own.count, scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling, own.state, row_dtype_,
+                       weights, own.sums, padded_dim_});
+    call.a_stride = weight_bytes();
+    call.c_stride = padded_dim_;
+    for (int64_t at = 0; at < most; at += part_) {
+      const Part& part = chunk.parts[at / part_];
+      const PackedWeight page = values(part.page, own.head);
+      // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
+      call.k = std::min(part_, round_up(most - at, 2));
+      call.a = weights + at * static_cast<int64_t>(size_of(row_dtype_));
+      call.add = c_.window != 0 || chunk.first + at > 0;
+      for (int64_t panel = 0; panel < page.panels(); ++panel) {
+        call.panel = page.ready_part(panel, scratch + spare_at_, part.offset, part.offset + call.k);
+        call.c = own.sums + panel * kPanel;
+        call.ahead = lead.bring(call.panel, tile_steps(c_.dtype, call.k));
+        tile_.run(call);
+      }
+    }
+    if (left <= chunk_) write(own);
+  }
+
+  // Brings the memory of a tile's result to the first cache, so that it waits for none.
+  void bring_out(const Rows& own) const {
+    by_token(own, [&](int64_t token, int64_t first, int64_t last) {
+      fetch_to_write(out_at(own, token, first), static_cast<size_t>((last - first) * c_.dim) * element());
+    });
+  }
+
+  void write(const Rows& own) const {
+    by_token(own, [&](int64_t token, int64_t first, int64_t last) {
+      char* out = out_at(own, token, first);
+      for (int64_t at = first; at < last; ++at, out += c_.dim * static_cast<int64_t>(element()))
+        isa_.store_scaled(own.sums + at * padded_dim_, 1.0f / own.state[2 * at + 1], c_.dim, c_.dtype, out);
+    });
   }
 
   const AttentionCall& c_;

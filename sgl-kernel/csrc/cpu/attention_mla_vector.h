@@ -8,8 +8,6 @@
 namespace sgl_batch {
 namespace {
 
-typedef int32_t VecIU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
-
 // V vectors of lanes side by side, and the rows of a tile for which the registers suffice.
 template <int V>
 struct Width {

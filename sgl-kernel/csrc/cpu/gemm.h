@@ -83,6 +83,8 @@ struct TileKernel {
 
 // Rows of kPanel f32, `from_stride` apart, into rows of bf16 or f32, `to_stride` bytes apart, rounded to nearest.
 using StoreFn = void (*)(const float* from, int64_t from_stride, int rows, DType dtype, void* to, int64_t to_stride);
+// factor * from, stored likewise: `count` f32 of one row.
+using StoreScaledFn = void (*)(const float* from, float factor, int64_t count, DType dtype, void* to);
 // silu(gate) * up over rows of kPanel, stored likewise; gate and up have rows of kPanel one after the other.
 using SiluMulFn = void (*)(const float* gate, const float* up, int rows, DType dtype, void* to, int64_t to_stride);
 // g * sigmoid(alpha * g) * (u + 1) likewise, with g = min(gate, limit) and u = up between -limit and limit.
@@ -178,6 +180,7 @@ struct Isa {
   TileKernel tile_bf16_chained;  // sets up nothing
   TileKernel tile_f32;           // chained, and sets up nothing
   StoreFn store;
+  StoreScaledFn store_scaled;
   SiluMulFn silu_mul;
   ClampedMulFn clamped_mul;
   SoftmaxStepFn softmax_step;

@@ -173,6 +173,7 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, Tile
       .tile_bf16_chained = kernel_of(tile_bf16, tile_i8),
       .tile_f32 = kernel_of(by_rows<TileF32, kRows>, nullptr),
       .store = store_rows,
+      .store_scaled = store_scaled,
       .silu_mul = silu_mul,
       .clamped_mul = clamped_mul,
       .softmax_step = softmax_step,

@@ -2,6 +2,10 @@
 // instruction set chosen by the including file, see gemm_vector.h. Nothing here depends on how many rows there are.
 #pragma once
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "gemm.h"
 
 namespace sgl_batch {
@@ -15,6 +19,7 @@ typedef int32_t VecI __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t VecH __attribute__((vector_size(kLanes * 2)));
 typedef float VecFU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 typedef uint32_t VecUU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
+typedef int32_t VecIU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 typedef uint16_t VecHU __attribute__((vector_size(kLanes * 2), aligned(1), may_alias));
 
 inline VecF load(const float* from) { return *reinterpret_cast<const VecFU*>(from); }
@@ -41,11 +46,30 @@ inline void put(void* row, int column, VecF value, DType dtype) {
     *reinterpret_cast<VecHU*>(static_cast<uint16_t*>(row) + column) = to_bf16(value);
 }
 
-// 2^x for x in [-126, 127], clamped to that; within two units of the last place, and 2^0 is 1.
-inline VecF exp2_clamped(VecF x) {
-  const VecF least = splat(-126.0f), most = splat(127.0f);
-  x = x < least ? least : x;
-  x = x > most ? most : x;
+// b where it is larger or smaller, else a: also where one is NaN. By the instruction, for which compilers do not always
+// see that this is one.
+inline VecF larger(VecF a, VecF b) {
+#if defined(__x86_64__) && SGL_BATCH_LANES == 16
+  return (VecF)_mm512_max_ps((__m512)b, (__m512)a);
+#elif defined(__x86_64__) && SGL_BATCH_LANES == 8
+  return (VecF)_mm256_max_ps((__m256)b, (__m256)a);
+#else
+  return b > a ? b : a;
+#endif
+}
+
+inline VecF smaller(VecF a, VecF b) {
+#if defined(__x86_64__) && SGL_BATCH_LANES == 16
+  return (VecF)_mm512_min_ps((__m512)b, (__m512)a);
+#elif defined(__x86_64__) && SGL_BATCH_LANES == 8
+  return (VecF)_mm256_min_ps((__m256)b, (__m256)a);
+#else
+  return b < a ? b : a;
+#endif
+}
+
+// 2^x for x in [-126, 127], within two units of the last place; 2^0 is 1.
+inline VecF exp2_within(VecF x) {
   const VecF shifted = x + 12582912.0f;  // 1.5 * 2^23: the nearest whole number stands in the low bits
   const VecF f = x - (shifted - 12582912.0f);
   VecF p = splat(1.535335855e-4f);
@@ -58,12 +82,28 @@ inline VecF exp2_clamped(VecF x) {
   return (VecF)((VecU)p + ((VecU)shifted << 23));
 }
 
+constexpr float kLeastExponent = -126.0f;
+
+// The same for any x, clamped to that.
+inline VecF exp2_clamped(VecF x) { return exp2_within(smaller(larger(x, splat(kLeastExponent)), splat(127.0f))); }
+
 constexpr float kLog2E = 1.44269504088896341f;
 
 [[maybe_unused]] void store_rows(const float* from, int64_t from_stride, int rows, DType dtype, void* to, int64_t to_stride) {
   for (int i = 0; i < rows; ++i)
     for (int column = 0; column < kPanel; column += kLanes)
       put(static_cast<char*>(to) + i * to_stride, column, load(from + i * from_stride + column), dtype);
+}
+
+[[maybe_unused]] void store_scaled(const float* from, float factor, int64_t count, DType dtype, void* to) {
+  int column = 0;
+  for (; column + kLanes <= count; column += kLanes) put(to, column, load(from + column) * factor, dtype);
+  if (column == count) return;
+  float rest[kLanes] = {};
+  const auto some = static_cast<size_t>(count - column);
+  __builtin_memcpy(rest, from + column, some * 4);
+  put(rest, 0, load(rest) * factor, dtype);
+  __builtin_memcpy(static_cast<char*>(to) + column * static_cast<int64_t>(size_of(dtype)), rest, some * size_of(dtype));
 }
 
 [[maybe_unused]] void silu_mul(const float* gate, const float* up, int rows, DType dtype, void* to, int64_t to_stride) {
@@ -143,64 +183,112 @@ inline float join_sum(VecF lanes) {
     return join_sum<distance / 2>(lanes);
 }
 
+// For each of kLanes rows what join_max or join_sum make of it, lane by lane: the same numbers meet in the same order.
+template <int distance = kLanes / 2, typename Join>
+inline VecF join_rows(VecF (&rows)[kLanes], const Join& join) {
+  VecI first, second;  // of a row and of the one `distance` after it, half of the lanes each
+  for (int j = 0; j < kLanes; ++j) {
+    first[j] = (j & distance) != 0 ? kLanes + j - distance : j;
+    second[j] = (j & distance) != 0 ? kLanes + j : j + distance;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < distance; ++i)
+    rows[i] = join(__builtin_shuffle(rows[i], rows[i + distance], first), __builtin_shuffle(rows[i], rows[i + distance], second));
+  if constexpr (distance == 1)
+    return rows[0];
+  else
+    return join_rows<distance / 2>(rows, join);
+}
+
 constexpr float kUnseen = -3.0e38f;
+constexpr int32_t kLaneNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static_assert(kLanes <= 16);
 
-// The largest of a row's scores in [first, valid); the others, up to the width, become kUnseen.
-inline float largest_seen(float* scores, int64_t first, int64_t valid, int64_t width) {
+// How many of a row's first scores fill vectors whose scores all count.
+inline int64_t whole_vectors(int64_t first, int64_t valid) { return first <= 0 && valid > 0 ? valid / kLanes * kLanes : 0; }
+
+// The largest of a row's scores in [first, valid), by lane; the others, up to the width, become kUnseen.
+inline VecF largest_seen(float* scores, int64_t first, int64_t valid, int64_t width) {
   VecF most = splat(kUnseen);
-  if (first <= 0 && valid >= width) {
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const VecF found = load(scores + i);
-      most = found > most ? found : most;
-    }
-    return join_max(most);
-  }
-  VecI at;
-  for (int j = 0; j < kLanes; ++j) at[j] = j;
-  const VecI from = VecI{} + static_cast<int32_t>(first), to = VecI{} + static_cast<int32_t>(valid);
-  for (int64_t i = 0; i < width; i += kLanes, at += kLanes) {
+  int64_t i = 0;
+  for (; i < whole_vectors(first, valid); i += kLanes) most = larger(most, load(scores + i));
+  const VecI lanes = *reinterpret_cast<const VecIU*>(kLaneNumbers);
+  for (; i < width; i += kLanes) {
+    const VecI at = lanes + static_cast<int32_t>(i);
     VecF found = load(scores + i);
-    found = (at >= from) & (at < to) ? found : splat(kUnseen);
+    found = (at >= static_cast<int32_t>(first)) & (at < static_cast<int32_t>(valid)) ? found : splat(kUnseen);
     store(scores + i, found);
-    most = found > most ? found : most;
+    most = larger(most, found);
   }
-  return join_max(most);
+  return most;
 }
 
-// Weights of a row of scores, of which those of kUnseen get none; returns their sum.
-inline float weigh(const float* scores, int64_t width, float maximum, float factor, DType dtype, void* weights) {
+// Weights of a row's scores, of which from `whole` on those of kUnseen get none; returns their sum, by lane.
+inline VecF weigh(const float* scores, int64_t whole, int64_t width, float maximum, float factor, DType dtype, void* weights) {
   VecF sum = {};
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const VecF score = load(scores + i);
-    const VecF weight = score <= kUnseen ? VecF{} : exp2_clamped((score - maximum) * factor);  // NaN stays NaN
-    sum += weight;
-    put(weights, static_cast<int>(i), weight, dtype);
-  }
-  return join_sum(sum);
+  const auto one = [&](int64_t i, bool is_whole) __attribute__((always_inline)) {
+    const VecF score = load(scores + i), weight = exp2_within(larger((score - maximum) * factor, splat(kLeastExponent)));
+    const VecF counted = is_whole ? weight : score <= kUnseen ? VecF{} : weight;  // NaN stays NaN
+    sum += counted;
+    put(weights, static_cast<int>(i), counted, dtype);
+  };
+  int64_t i = 0;
+  for (; i < whole; i += kLanes) one(i, true);
+  for (; i < width; i += kLanes) one(i, false);
+  return sum;
 }
 
-[[maybe_unused]] void softmax_step(const SoftmaxRows& r) {
+// The same for at most kLanes rows.
+inline void softmax_rows(const SoftmaxRows& r) {
   const float factor = r.scaling * kLog2E;
-  float shrunk[kMaxRows] = {}, maxima[kMaxRows];
+  VecF lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i)
+    lanes[i] = i < r.rows && r.first[i] < r.valid[i] ? largest_seen(r.scores + i * r.stride, r.first[i], r.valid[i], r.width)
+                                                      : splat(kUnseen);
+  float maxima[kLanes], shrunk[kLanes], added[kLanes];
+  store(maxima, join_rows(lanes, larger));
+  for (int i = 0; i < kLanes; ++i) shrunk[i] = 0.0f;
   for (int i = 0; i < r.rows; ++i) {
-    const float most = r.first[i] < r.valid[i] ? largest_seen(r.scores + i * r.stride, r.first[i], r.valid[i], r.width) : kUnseen;
-    maxima[i] = most > r.state[2 * i] ? most : r.state[2 * i];
-    shrunk[i] = (r.state[2 * i] - maxima[i]) * factor;
+    const float before = r.state[2 * i];
+    maxima[i] = maxima[i] > before ? maxima[i] : before;
+    shrunk[i] = (before - maxima[i]) * factor;
   }
-  for (int i = 0; i < r.rows; i += kLanes) store(shrunk + i, exp2_clamped(load(shrunk + i)));
-  for (int i = 0; i < r.rows; ++i) {
-    float* state = r.state + 2 * i;
+  store(shrunk, exp2_clamped(load(shrunk)));
+  for (int i = 0; i < kLanes; ++i) {
+    lanes[i] = VecF{};
+    if (i >= r.rows) continue;
     char* weights = static_cast<char*>(r.weights) + i * r.stride * static_cast<int64_t>(size_of(r.dtype));
-    if (r.first[i] >= r.valid[i]) {
+    if (r.first[i] < r.valid[i])
+      lanes[i] = weigh(r.scores + i * r.stride, whole_vectors(r.first[i], r.valid[i]), r.width, maxima[i], factor, r.dtype, weights);
+    else
       for (int64_t column = 0; column < r.width; column += kLanes) put(weights, static_cast<int>(column), VecF{}, r.dtype);
-      continue;
-    }
+  }
+  store(added, join_rows(lanes, [](VecF a, VecF b) { return a + b; }));
+  for (int i = 0; i < r.rows; ++i) {
+    if (r.first[i] >= r.valid[i]) continue;
+    float* state = r.state + 2 * i;
     const float kept = state[1] == 0.0f ? 1.0f : shrunk[i];
     state[0] = maxima[i];
-    state[1] = state[1] * kept + weigh(r.scores + i * r.stride, r.width, maxima[i], factor, r.dtype, weights);
+    float carried = state[1] * kept;
+    asm("" : "+m"(carried));  // rounded before the sum: the compiler would make one multiply-add of both
+    state[1] = carried + added[i];
     if (kept == 1.0f) continue;
     float* sums = r.sums + i * r.sums_stride;
     for (int64_t column = 0; column < r.sums_stride; column += kLanes) store(sums + column, load(sums + column) * kept);
+  }
+}
+
+[[maybe_unused]] void softmax_step(const SoftmaxRows& r) {
+  SoftmaxRows some = r;
+  for (int row = 0; row < r.rows; row += kLanes) {
+    some.rows = r.rows - row < kLanes ? r.rows - row : kLanes;
+    some.scores = r.scores + row * r.stride;
+    some.first = r.first + row;
+    some.valid = r.valid + row;
+    some.state = r.state + 2 * row;
+    some.weights = static_cast<char*>(r.weights) + row * r.stride * static_cast<int64_t>(size_of(r.dtype));
+    some.sums = r.sums + row * r.sums_stride;
+    softmax_rows(some);
   }
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-INTERFACE = 6
+INTERFACE = 7
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -26,6 +26,15 @@ def runnable_isas() -> list[str]:
     """The instruction sets that this machine can run, best first."""
     names: str = _ops.runnable_isas()
     return names.split(",")
+
+
+def keep_memory(most_bytes: int) -> None:
+    """Let torch's CPU tensors of 2 MiB or more, from now on, take the memory that such tensors before them freed.
+
+    It lies on huge pages if the kernel grants them. Of freed memory up to `most_bytes` are kept, the oldest goes first.
+    Raises RuntimeError for less than 0.
+    """
+    _ops.keep_memory(most_bytes)
 
 
 def pack_(weight: torch.Tensor) -> None:

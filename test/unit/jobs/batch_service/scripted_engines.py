@@ -139,3 +139,15 @@ def refusal(message: str = "the prompt is too long", code: str = "context_length
     """Return a 400 in OpenAI's shape."""
     error = {"message": message, "type": "invalid_request_error", "param": "prompt", "code": code}
     return LineResponse(status_code=400, request_id="req_refused", body={"error": error})
+
+
+async def hold_marked(engine: ScriptedEngine, body: Mapping[str, object]) -> LineResponse | None:
+    """Never answer lines whose prompt begins with "hold", and answer those with "slow" a little later."""
+    prompt = str(body["prompt"])
+    if prompt.startswith("hold"):
+        await asyncio.Event().wait()
+    if prompt == "refuse":
+        return refusal()
+    if prompt == "fault":
+        raise ValueError("a fault in the program")
+    return None

@@ -18,22 +18,10 @@ from running_service import (
     until,
     upload,
 )
-from scripted_engines import LineResponse, ScriptedSource, answer, refusal
+from scripted_engines import LineResponse, ScriptedSource, answer, hold_marked
 
 from sgl_batch.errors import ConfigError, RequestError
 from sgl_batch.jobs.seeds import line_seed
-
-
-async def hold_marked(engine, body):
-    """Never answer lines whose prompt begins with "hold", and answer those with "slow" a little later."""
-    prompt = str(body["prompt"])
-    if prompt.startswith("hold"):
-        await asyncio.Event().wait()
-    if prompt == "refuse":
-        return refusal()
-    if prompt == "fault":
-        raise ValueError("a fault in the program")
-    return None
 
 
 def test_a_job_ends_with_one_result_line_for_each_line_in_input_order(tmp_path):
