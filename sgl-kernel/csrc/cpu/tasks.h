@@ -27,6 +27,10 @@ inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes) {
   return std::clamp<int64_t>(panels / (kPanelTasksPerThread * num_threads()), 1, most);
 }
 
+// So few rows take less time than their panel takes from memory. Then a tile asks for every other line alone: of a panel, which
+// is long, the core brings the lines between by itself, and has not requests enough under way for more.
+constexpr int64_t kFewRows = 4;
+
 // Rows [begin, end) cut into as few tiles as there must be, all but equal ones.
 struct Tiles {
   Tiles(int64_t first, int64_t last, int max_rows) : begin(first), rows(last - first), count(divide_up(rows, max_rows)) {}
@@ -36,7 +40,9 @@ struct Tiles {
   // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow: together the tiles bring them all.
   Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps) const {
     const int64_t step = divide_up(bytes, steps * count);
-    return {static_cast<const char*>(from) + tile * step * steps, step};
+    const char* share = static_cast<const char*>(from) + tile * step * steps;
+    if (rows <= kFewRows && step == 2 * kLineBytes) return {share, step, share, step};
+    return {share, step};
   }
 
   // The same with `row_bytes` from `rows` on, where the panel leaves room for them.
