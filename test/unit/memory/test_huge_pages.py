@@ -45,7 +45,9 @@ def _has_huge_pages() -> None:
 
 @pytest.mark.usefixtures("_has_huge_pages")
 def test_huge_pages_are_asked_for_under_a_whole_tensor():
-    tensor = torch.empty(20 * HUGE, dtype=torch.uint8)
+    # Fresh memory, since the C library may hand out some for which huge pages were asked before.
+    memory = mmap.mmap(-1, 20 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
     assert bytes_asked_for(tensor) == 0
     assert prefer_huge_pages(tensor)
     # The first and the last page are of other memory too, unless the tensor begins with a page.
