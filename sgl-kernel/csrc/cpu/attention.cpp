@@ -91,7 +91,8 @@ class Attention {
     std::vector<Lead> leads;
     for (int thread = 0; thread < num_threads(); ++thread) leads.emplace_back(*this);
     run_tasks_ahead(count, [&](int64_t index, int64_t next, int thread) {
-      attend(blocks_[index], next < count ? &blocks_[next] : nullptr, leads[static_cast<size_t>(thread)], base + bytes * thread);
+      const Block* after = next < count ? &blocks_[next] : nullptr;
+      attend(blocks_[index], after, leads[static_cast<size_t>(thread)], base + bytes * thread);
     });
   }
 
@@ -133,8 +134,8 @@ class Attention {
     chunk.first = first;
     chunk.num_parts = 0;
     for (int64_t at = 0; at < tokens; at += part_)
-      chunk.parts[chunk.num_parts++] = {c_.tables[c_.table_starts[block.piece] + (first + at) / c_.page], (first + at) % c_.page,
-                                        std::min(part_, tokens - at)};
+      chunk.parts[chunk.num_parts++] = {c_.tables[c_.table_starts[block.piece] + (first + at) / c_.page],
+                                        (first + at) % c_.page, std::min(part_, tokens - at)};
     return tokens > 0;
   }
 
@@ -235,7 +236,8 @@ class Attention {
     const bool is_one = start + chunk_ >= seen_by(block, block.end - 1);  // then tiles come one after the other, in one place
     lead.enter(block, after);
     Chunk chunk;
-    for (int64_t first = start; take(chunk, block, first); first += chunk_)
+    for (int64_t first = start; take(chunk, block, first); first += chunk_) {
+      const int64_t tile_bytes = chunk_bytes(chunk) / tiles.count;
       for (int64_t head = 0; head < heads; ++head)
         for (int64_t tile = 0; tile < tiles.count; ++tile) {
           const int64_t row = tiles.at(tile), place = is_one ? 0 : head * rows + row;
@@ -253,9 +255,10 @@ class Attention {
             else if (after != nullptr)
               bring_queries(*after, after->head, 0);
           }
-          lead.owe(chunk_bytes(chunk) / tiles.count);
+          lead.owe(tile_bytes);
           attend_tile(chunk, own, lead, scratch);
         }
+    }
   }
 
   // What the tiles read of a chunk, for one head.
@@ -303,7 +306,8 @@ class Attention {
   // Queries and the state before the first chunk.
   void begin(const Rows& own) const {
     by_token(own, [&](int64_t token, int64_t first, int64_t last) {
-      convert_row(own.queries + first * query_bytes(), row_dtype_, query_at(own, token, first), c_.dtype, (last - first) * c_.dim);
+      convert_row(own.queries + first * query_bytes(), row_dtype_, query_at(own, token, first), c_.dtype,
+                  (last - first) * c_.dim);
     });
     // Sums of the first chunk are not added to these, unless rows see it at different places.
     if (c_.window != 0) std::fill(own.sums, own.sums + own.count * padded_dim_, 0.0f);

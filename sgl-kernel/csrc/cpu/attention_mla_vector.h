@@ -92,8 +92,7 @@ inline void softmax_chunk(float* scores, int64_t count, const int32_t* seen, flo
     VecF maximum = before;
     for (int64_t t = 0; t < count; ++t) {
       const VecF score = load(scores + t * kWide);
-      const VecF larger = score > maximum ? score : maximum;
-      maximum = static_cast<int32_t>(t) < visible ? larger : maximum;
+      maximum = static_cast<int32_t>(t) < visible ? larger(maximum, score) : maximum;
     }
     VecF sum = {};
     for (int64_t t = 0; t < count; ++t) {
@@ -117,18 +116,9 @@ void softmax_f32(float* scores, int64_t count, const int32_t* seen, float scalin
 // Swaps, block by block, what lies off the diagonal: at the end row i's word j is row j's word i.
 template <int distance = kLanes / 2>
 inline void transpose(VecU (&square)[kLanes]) {
-  VecI low, high;
-  for (int j = 0; j < kLanes; ++j) {
-    low[j] = (j & distance) != 0 ? kLanes + j - distance : j;
-    high[j] = (j & distance) != 0 ? kLanes + j : j + distance;
-  }
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) {
-    if ((i & distance) != 0) continue;
-    const VecU first = square[i], second = square[i + distance];
-    square[i] = __builtin_shuffle(first, second, low);
-    square[i + distance] = __builtin_shuffle(first, second, high);
-  }
+  for (int i = 0; i < kLanes; ++i)
+    if ((i & distance) == 0) swap_lanes<distance>(square[i], square[i + distance]);
   if constexpr (distance > 1) transpose<distance / 2>(square);
 }
 

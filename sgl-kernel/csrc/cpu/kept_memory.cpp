@@ -7,35 +7,19 @@
 #include <sys/mman.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <list>
 #include <mutex>
 #include <unordered_map>
 
+#include "huge_memory.h"
+
 namespace sgl_batch {
 namespace {
-
-constexpr size_t kHugePage = size_t{1} << 21;
 
 struct Memory {
   void* data;
   size_t bytes;
 };
-
-// Whole huge pages, on addresses of huge pages.
-Memory map(size_t bytes) {
-  const size_t spare = bytes + kHugePage;
-  void* all = mmap(nullptr, spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(all != MAP_FAILED, "there is no memory for a tensor of ", bytes, " bytes");
-  char* begin = static_cast<char*>(all);
-  const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(all) % kHugePage) % kHugePage;
-  if (before > 0) munmap(begin, before);
-  munmap(begin + before + bytes, spare - before - bytes);
-#ifdef MADV_HUGEPAGE
-  madvise(begin + before, bytes, MADV_HUGEPAGE);  // advice: where it is not taken, small pages serve
-#endif
-  return {begin + before, bytes};
-}
 
 class KeptMemory final : public c10::Allocator {
  public:
@@ -52,7 +36,7 @@ class KeptMemory final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(size_t bytes) override {
-    void* data = bytes < kHugePage ? others_.raw_allocate(bytes) : take((bytes + kHugePage - 1) / kHugePage * kHugePage);
+    void* data = bytes < kHugePage ? others_.raw_allocate(bytes) : take(whole_huge_pages(bytes));
     return {data, data, &free, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free; }
@@ -65,11 +49,14 @@ class KeptMemory final : public c10::Allocator {
   void* take(size_t bytes) {
     const std::lock_guard lock(mutex_);
     auto best = kept_.end();
-    for (auto one = kept_.begin(); one != kept_.end(); ++one)
-      if (one->bytes >= bytes && one->bytes <= bytes + bytes / 4 && (best == kept_.end() || one->bytes < best->bytes)) best = one;
-    Memory found;
+    for (auto one = kept_.begin(); one != kept_.end(); ++one) {
+      const bool fits = one->bytes >= bytes && one->bytes <= bytes + bytes / 4;
+      if (fits && (best == kept_.end() || one->bytes < best->bytes)) best = one;
+    }
+    Memory found{};
     if (best == kept_.end()) {
-      found = map(bytes);
+      found = {map_huge_pages(bytes), bytes};
+      TORCH_CHECK(found.data != nullptr, "there is no memory for a tensor of ", bytes, " bytes");
     } else {
       found = *best;
       kept_bytes_ -= found.bytes;

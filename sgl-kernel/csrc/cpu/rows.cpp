@@ -10,10 +10,6 @@ SGL_BATCH_CLONES void add_row(float* __restrict to, const float* __restrict from
   for (int64_t i = 0; i < count; ++i) to[i] += from[i];
 }
 
-SGL_BATCH_CLONES void scale_row(float* to, const float* from, float factor, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = factor * from[i];
-}
-
 SGL_BATCH_CLONES void read_row(float* to, const void* from, DType dtype, int64_t count) {
   if (dtype == DType::kF32) {
     std::memcpy(to, from, static_cast<size_t>(count) * 4);

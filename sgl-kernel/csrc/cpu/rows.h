@@ -9,7 +9,6 @@
 namespace sgl_batch {
 
 void add_row(float* to, const float* from, int64_t count);                   // to += from
-void scale_row(float* to, const float* from, float factor, int64_t count);   // to = factor * from; they may be one
 void read_row(float* to, const void* from, DType dtype, int64_t count);      // to = from
 void write_row(void* to, DType dtype, const float* from, int64_t count);     // to = from, rounded to dtype
 

@@ -121,9 +121,8 @@ constexpr float kLog2E = 1.44269504088896341f;
   for (int i = 0; i < rows; ++i)
     for (int column = 0; column < kPanel; column += kLanes) {
       VecF g = load(gate + i * kPanel + column), u = load(up + i * kPanel + column);
-      g = g > most ? most : g;  // NaN stays NaN
-      u = u > most ? most : u;
-      u = u < least ? least : u;
+      g = smaller(g, most);  // NaN stays NaN
+      u = larger(smaller(u, most), least);
       const VecF mixed = g / (1.0f + exp2_clamped(g * (-kLog2E * alpha))) * (u + 1.0f);
       put(static_cast<char*>(to) + i * to_stride, column, mixed, dtype);
     }
@@ -166,8 +165,7 @@ inline VecF swapped(VecF lanes) {
 
 template <int distance = kLanes / 2>
 inline float join_max(VecF lanes) {
-  const VecF other = swapped<distance>(lanes);
-  lanes = other > lanes ? other : lanes;
+  lanes = larger(lanes, swapped<distance>(lanes));
   if constexpr (distance == 1)
     return lanes[0];
   else
@@ -183,26 +181,40 @@ inline float join_sum(VecF lanes) {
     return join_sum<distance / 2>(lanes);
 }
 
+// Swaps the lanes of `a` whose number has the bit `distance` with those of `b` that lack it.
+template <int distance, typename Vec>
+inline void swap_lanes(Vec& a, Vec& b) {
+  VecI low, high;
+  for (int j = 0; j < kLanes; ++j) {
+    low[j] = (j & distance) != 0 ? kLanes + j - distance : j;
+    high[j] = (j & distance) != 0 ? kLanes + j : j + distance;
+  }
+  const Vec first = a, second = b;
+  a = __builtin_shuffle(first, second, low);
+  b = __builtin_shuffle(first, second, high);
+}
+
 // For each of kLanes rows what join_max or join_sum make of it, lane by lane: the same numbers meet in the same order.
 template <int distance = kLanes / 2, typename Join>
 inline VecF join_rows(VecF (&rows)[kLanes], const Join& join) {
-  VecI first, second;  // of a row and of the one `distance` after it, half of the lanes each
-  for (int j = 0; j < kLanes; ++j) {
-    first[j] = (j & distance) != 0 ? kLanes + j - distance : j;
-    second[j] = (j & distance) != 0 ? kLanes + j : j + distance;
-  }
 #pragma GCC unroll 16
-  for (int i = 0; i < distance; ++i)
-    rows[i] = join(__builtin_shuffle(rows[i], rows[i + distance], first), __builtin_shuffle(rows[i], rows[i + distance], second));
+  for (int i = 0; i < distance; ++i) {
+    swap_lanes<distance>(rows[i], rows[i + distance]);
+    rows[i] = join(rows[i], rows[i + distance]);
+  }
   if constexpr (distance == 1)
     return rows[0];
   else
     return join_rows<distance / 2>(rows, join);
 }
 
-constexpr float kUnseen = -3.0e38f;
 constexpr int32_t kLaneNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 static_assert(kLanes <= 16);
+
+// Read from memory: compilers make a vector that is set lane by lane anew for each row.
+inline VecI lane_numbers() { return *reinterpret_cast<const VecIU*>(kLaneNumbers); }
+
+constexpr float kUnseen = -3.0e38f;
 
 // How many of a row's first scores fill vectors whose scores all count.
 inline int64_t whole_vectors(int64_t first, int64_t valid) { return first <= 0 && valid > 0 ? valid / kLanes * kLanes : 0; }
@@ -212,9 +224,8 @@ inline VecF largest_seen(float* scores, int64_t first, int64_t valid, int64_t wi
   VecF most = splat(kUnseen);
   int64_t i = 0;
   for (; i < whole_vectors(first, valid); i += kLanes) most = larger(most, load(scores + i));
-  const VecI lanes = *reinterpret_cast<const VecIU*>(kLaneNumbers);
   for (; i < width; i += kLanes) {
-    const VecI at = lanes + static_cast<int32_t>(i);
+    const VecI at = lane_numbers() + static_cast<int32_t>(i);
     VecF found = load(scores + i);
     found = (at >= static_cast<int32_t>(first)) & (at < static_cast<int32_t>(valid)) ? found : splat(kUnseen);
     store(scores + i, found);
@@ -242,9 +253,10 @@ inline VecF weigh(const float* scores, int64_t whole, int64_t width, float maxim
 inline void softmax_rows(const SoftmaxRows& r) {
   const float factor = r.scaling * kLog2E;
   VecF lanes[kLanes];
-  for (int i = 0; i < kLanes; ++i)
-    lanes[i] = i < r.rows && r.first[i] < r.valid[i] ? largest_seen(r.scores + i * r.stride, r.first[i], r.valid[i], r.width)
-                                                      : splat(kUnseen);
+  for (int i = 0; i < kLanes; ++i) {
+    const bool sees = i < r.rows && r.first[i] < r.valid[i];
+    lanes[i] = sees ? largest_seen(r.scores + i * r.stride, r.first[i], r.valid[i], r.width) : splat(kUnseen);
+  }
   float maxima[kLanes], shrunk[kLanes], added[kLanes];
   store(maxima, join_rows(lanes, larger));
   for (int i = 0; i < kLanes; ++i) shrunk[i] = 0.0f;
@@ -259,7 +271,8 @@ inline void softmax_rows(const SoftmaxRows& r) {
     if (i >= r.rows) continue;
     char* weights = static_cast<char*>(r.weights) + i * r.stride * static_cast<int64_t>(size_of(r.dtype));
     if (r.first[i] < r.valid[i])
-      lanes[i] = weigh(r.scores + i * r.stride, whole_vectors(r.first[i], r.valid[i]), r.width, maxima[i], factor, r.dtype, weights);
+      lanes[i] = weigh(r.scores + i * r.stride, whole_vectors(r.first[i], r.valid[i]), r.width, maxima[i], factor, r.dtype,
+                       weights);
     else
       for (int64_t column = 0; column < r.width; column += kLanes) put(weights, static_cast<int>(column), VecF{}, r.dtype);
   }

@@ -12,8 +12,6 @@ namespace {
 constexpr int32_t kNoKey = -0x7fffffff - 1;  // below every float's
 constexpr int32_t kNanKey = 0x7fffffff;
 
-typedef int32_t VecIU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
-
 inline VecI splat_int(int32_t value) { return value - VecI{}; }
 
 inline VecI keys_of(VecF value) {
@@ -51,8 +49,7 @@ inline Best join_best(VecI key, VecI at) {
 // The largest of keys[from, to), the first where there are several. Whole vectors are read.
 inline Best best_of(const int32_t* keys, int64_t from, int64_t to) {
   const VecI none = splat_int(kNoKey), end = splat_int(static_cast<int32_t>(to));
-  VecI best = none, where = end, at;
-  for (int j = 0; j < kLanes; ++j) at[j] = static_cast<int32_t>(from) + j;
+  VecI best = none, where = end, at = lane_numbers() + static_cast<int32_t>(from);
   for (int64_t i = from; i < to; i += kLanes, at += kLanes) {
     VecI key = *reinterpret_cast<const VecIU*>(keys + i);
     key = at < end ? key : none;
@@ -84,7 +81,7 @@ inline void softmax_row(float* row, int64_t padded) {
   for (int64_t i = 0; i < padded; i += kLanes) {
     const VecF value = load(row + i);
     strange |= value != value;
-    most = value > most ? value : most;
+    most = larger(most, value);
   }
   const float maximum = join_max(most);
   bool undefined = __builtin_isinf(maximum);

@@ -3,11 +3,11 @@
 // written between and behind its parts.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <new>
+
+#include "huge_memory.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -38,25 +38,19 @@ class Workspace {
   }
 
  private:
-  static constexpr size_t kHugePage = size_t{1} << 21;
   static constexpr size_t kSpare = size_t{32} << 20;  // less is kept: to touch it anew takes longer than a small call
 
   void give_back(size_t bytes) {
-    const size_t kept = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    const size_t kept = whole_huge_pages(bytes);
     madvise(static_cast<char*>(memory_) + kept, size_ - kept, MADV_DONTNEED);
     touched_ = kept;
   }
 
   void grow(size_t bytes) {
     release();
-    const size_t rounded = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-    void* memory = mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-    madvise(memory, rounded, MADV_HUGEPAGE);  // advice: where it is not taken, small pages serve
-#endif
-    memory_ = memory;
-    size_ = rounded;
+    memory_ = map_huge_pages(whole_huge_pages(bytes));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    size_ = whole_huge_pages(bytes);
   }
 
   void release() {

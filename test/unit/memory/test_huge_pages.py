@@ -50,7 +50,7 @@ def test_huge_pages_are_asked_for_under_a_whole_tensor():
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     assert bytes_asked_for(tensor) == 0
     assert prefer_huge_pages(tensor)
-    # The first and the last page are of other memory too, unless the tensor begins with a page.
+    # The first and the last huge page are of other memory too, unless the tensor begins with one.
     assert 19 * HUGE <= bytes_asked_for(tensor) <= 20 * HUGE
 
 
