@@ -78,7 +78,7 @@ def _seconds(way: Callable[[], object]) -> float:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Measure with `new_bytes` of memory on `threads` threads, `times` products `width` wide, and reads for `kept_up_s`."""
+    """Measure `times` products `width` wide, reads of `read_bytes` for `kept_up_s`, and writes of `new_bytes` by `threads`."""
     products = _product_rates(spec["width"], spec["times"])
     reads, best_read = _read_rates(spec["read_bytes"], spec["kept_up_s"])
     return {
