@@ -78,7 +78,7 @@ def _seconds(way: Callable[[], object]) -> float:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Measure `times` products `width` wide, reads of `read_bytes` for `kept_up_s`, and writes of `new_bytes` by `threads`."""
+    """Measure by `times` products of `width`, reads for `kept_up_s`, and `new_bytes` of memory on `threads` threads."""
     products = _product_rates(spec["width"], spec["times"])
     reads, best_read = _read_rates(spec["read_bytes"], spec["kept_up_s"])
     return {
