@@ -120,7 +120,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     how.add_argument(
         "--bound",
         action="store_true",
-        help="measure, before and after each round, a large product, a large read and memory that is written for the "
+        help="measure, before and after each round, a large product, large reads and memory that is written for the "
         "first time, and say what share of these rates each engine reached",
     )
     how.add_argument("--threads", type=int, help="OMP_NUM_THREADS of every engine (each engine's own choice)")

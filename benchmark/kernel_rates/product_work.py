@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from runners.cpu_rates import large_reads
 
 from kernel_rates.shapes import Shapes
 from kernel_rates.work import Work
@@ -35,13 +36,7 @@ def ceilings(kernels: Any) -> Iterator[Work]:
     for by, run in ways.items():
         row = f"bf16 product of {_SIDE} x {_SIDE} x {_SIDE}"
         yield Work(table=PRODUCT, row=row, by=by, flops=2 * _SIDE**3, num_bytes=6 * _SIDE**2, run=run)
-    numbers = torch.ones(_READ_BYTES // 4)
-    half = len(numbers) // 2
-    reads: dict[str, Callable[[], object]] = {
-        "torch, sum": numbers.sum,
-        "torch, dot": lambda: torch.dot(numbers[:half], numbers[half:]),
-    }
-    for by, run in reads.items():
+    for by, run in large_reads(_READ_BYTES).items():
         row = f"read of {_READ_BYTES >> 20} MiB"
         yield Work(table=READ, row=row, by=by, flops=0, num_bytes=_READ_BYTES, run=run)
 

@@ -52,23 +52,28 @@ def _product_rates(width: int, times: int) -> dict[str, float]:
     return {name: 2 * width**3 / min(_seconds(way) for _ in range(times)) for name, way in ways.items()}
 
 
+def large_reads(num_bytes: int) -> dict[str, Callable[[], object]]:
+    """Return ways of torch to read so many bytes, the same ones each time, on all its threads."""
+    import torch
+
+    numbers = torch.ones(num_bytes // 4)
+    half = len(numbers) // 2
+    return {"torch, sum": numbers.sum, "torch, dot": lambda: torch.dot(numbers[:half], numbers[half:])}
+
+
 def _read_rates(num_bytes: int, kept_up_s: float) -> tuple[float, float]:
     """Return the bytes a second of large reads by all cores, by the better of two ways, and of a single read at best.
 
     Steps of decode read for seconds. On a virtual machine a single read may find the memory's other users at rest, and
     then be twice as fast as reads are over a while.
     """
-    import torch
-
-    numbers = torch.ones(num_bytes // 4)
-    half = len(numbers) // 2
-    ways: tuple[Callable[[], object], ...] = (numbers.sum, lambda: torch.dot(numbers[:half], numbers[half:]))
-    times: list[list[float]] = [[] for _ in ways]
-    while any(sum(one) < kept_up_s for one in times):
-        for way, one in zip(ways, times, strict=True):
-            one.append(_seconds(way))
-    kept_up = max(len(one) * num_bytes / sum(one) for one in times)
-    return kept_up, num_bytes / min(min(one) for one in times)
+    ways = large_reads(num_bytes)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    while any(sum(seconds) < kept_up_s for seconds in times.values()):
+        for name, way in ways.items():
+            times[name].append(_seconds(way))
+    kept_up = max(len(seconds) * num_bytes / sum(seconds) for seconds in times.values())
+    return kept_up, num_bytes / min(min(seconds) for seconds in times.values())
 
 
 def _seconds(way: Callable[[], object]) -> float:
