@@ -51,14 +51,22 @@ inline void release() {
 
 // Brings what comes next closer. To the second cache: a panel is more than the first one holds.
 struct BlockPrefetch {
-  explicit BlockPrefetch(const Ahead& ahead) : at(static_cast<const char*>(ahead.from)), bytes(ahead.step * kSteps) {}
+  explicit BlockPrefetch(const Ahead& ahead)
+      : at(static_cast<const char*>(ahead.from)),
+        rows(static_cast<const char*>(ahead.rows)),
+        bytes(ahead.step * kSteps),
+        row_bytes(ahead.rows == nullptr ? 0 : ahead.rows_step * kSteps),
+        row_block(ahead.rows_block == 0 ? row_bytes : ahead.rows_block) {}
   void advance() {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(at + i, 0, 2);
+    for (int64_t i = 0; i < row_bytes; i += kLineBytes) __builtin_prefetch(rows + i, 0, 2);
     at += bytes;
+    rows += row_block;
   }
 
   const char* at;
-  int64_t bytes;
+  const char* rows;
+  int64_t bytes, row_bytes, row_block;
 };
 
 template <bool two>

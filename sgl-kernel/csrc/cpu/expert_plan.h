@@ -12,9 +12,17 @@
 
 namespace sgl_batch {
 
-constexpr int64_t kDownPanelsPerTask = 2;  // a row is read from afar once for all of them
-static_assert(kDownPanelsPerTask <= 2);    // they have the scratch memory of a gate and an up panel
-constexpr int64_t kRowsPerGroup = 4096;    // routed rows of a group: its tokens' open sums stay in the L2 cache
+// How many panels a down task has: a row is read from afar once for all of them. With many rows the products of kernels that take
+// rows by blocks are so quick that it pays to read rows and weights more rarely, though open sums leave the L2 cache for that.
+constexpr int64_t kDownPanelsPerTask = 2;
+constexpr int64_t kMostDownPanelsPerTask = 4;
+
+// How large the parts are that work is cut into.
+struct ExpertCut {
+  int64_t rows_per_block;  // of one expert
+  int64_t rows_per_group = 4096;  // routed rows of a group: its tokens' open sums stay in the L2 cache
+  int64_t down_panels = kDownPanelsPerTask;
+};
 
 // A panel of an expert's matrix.
 struct Place {
@@ -39,8 +47,8 @@ struct DownTask {
 
 class ExpertPlan {
  public:
-  // Writes the call's rows_per_expert. A block has at most `rows_per_block` rows.
-  ExpertPlan(const ExpertsCall& call, int64_t rows_per_block);
+  // Writes the call's rows_per_expert.
+  ExpertPlan(const ExpertsCall& call, const ExpertCut& cut);
 
   const Routing& routing() const { return routing_; }
   const std::vector<Block>& blocks() const { return blocks_; }

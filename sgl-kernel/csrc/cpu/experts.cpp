@@ -20,7 +20,8 @@ class Experts {
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.w_dtype)),
         tile_(isa_.tile(call.w_dtype)),
-        plan_(call, kTilesPerBlock * tile_.max_rows),
+        block_rows_(rows_per_block(tile_, call.hidden * static_cast<int64_t>(size_of(row_dtype_)))),
+        plan_(call, cut()),
         rows_(plan_.routing().rows.data()) {
     for (const Block& block : plan_.blocks())
       if (c_.slots != nullptr && c_.slots[block.expert] < 0)
@@ -45,17 +46,30 @@ class Experts {
   }
 
  private:
+  ExpertCut cut() const {
+    if (!tile_.row_blocks) return {.rows_per_block = block_rows_};
+    return {.rows_per_block = block_rows_, .rows_per_group = 16384, .down_panels = kMostDownPanelsPerTask};
+  }
+
   void lay_out() {
     Carver one;
-    rows_at_ = one.take(row_bytes(c_.hidden) * kTilesPerBlock * tile_.max_rows);
-    panels_at_ = one.take(2 * std::max(w13(0, 0).spare_bytes(), w2(0).spare_bytes()));
-    products_at_ = one.take(sizeof(float) * tile_.max_rows * kPanel * 2);
+    rows_at_ = one.take(static_cast<size_t>(tile_.row_blocks ? x_layout(block_rows_).bytes(c_.hidden) : block_rows_ * x_layout(1).row));
+    converted_at_ = one.take(row_bytes(c_.hidden));
+    panels_at_ = one.take(std::max(2 * w13(0, 0).spare_bytes(), plan_.down_panels_per_task() * w2(0).spare_bytes()));
+    const int64_t up_rows = 2 * (c_.hidden > tile_.best_k ? block_rows_ : tile_.max_rows);
+    const int64_t down_rows = plan_.down_panels_per_task() * tile_.max_rows;
+    products_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(std::max(up_rows, down_rows)));
     sums_at_ = one.take(TokenSums::room_bytes(plan_.routing(), plan_.tokens_per_group(), kPanel * plan_.down_panels_per_task()));
     Carver all;
     // Panels are stored whole, so that a row has room for its last one.
     const bool whole = c_.part == ExpertsPart::kBoth;
-    inter_stride_ = whole ? row_bytes(round_up(c_.inter, kPanel)) : static_cast<size_t>(c_.between_stride);
-    const size_t inter_at = all.take(whole ? plan_.routing().rows.size() * inter_stride_ : 0);
+    const auto rows = static_cast<int64_t>(plan_.routing().rows.size());
+    const bool blocks = whole && tile_.row_blocks;
+    if (blocks)
+      inter_layout_ = RowLayout::blocks(rows);
+    else
+      inter_layout_ = RowLayout::plain(whole ? static_cast<int64_t>(row_bytes(round_up(c_.inter, kPanel))) : c_.between_stride, row_dtype_);
+    const size_t inter_at = all.take(static_cast<size_t>(!whole ? 0 : blocks ? inter_layout_.bytes(c_.inter) : rows * inter_layout_.row));
     scratch_bytes_ = (one.total() + 4095) / 4096 * 4096;
     const size_t scratch_at = all.take(scratch_bytes_ * num_threads());
     static thread_local Workspace workspace;
@@ -68,7 +82,12 @@ class Experts {
 
   char* scratch(int thread) const { return scratch_ + scratch_bytes_ * thread; }
   size_t row_bytes(int64_t count) const { return static_cast<size_t>(count) * size_of(row_dtype_); }
-  char* inter_row(int64_t row) const { return inter_ + static_cast<size_t>(row) * inter_stride_; }
+  char* inter_at(int64_t row, int64_t k) const { return inter_ + inter_layout_.at(row, k); }
+  // How `rows` gathered ones lie.
+  RowLayout x_layout(int64_t rows) const {
+    if (tile_.row_blocks) return RowLayout::blocks(rows);
+    return RowLayout::plain(static_cast<int64_t>(row_bytes(c_.hidden)), row_dtype_);
+  }
   int64_t x_bytes() const { return c_.hidden * static_cast<int64_t>(size_of(c_.x_dtype)); }
   const char* x_row(int64_t row) const {
     return static_cast<const char*>(c_.x) + rows_[row].token * c_.x_stride * static_cast<int64_t>(size_of(c_.x_dtype));
@@ -91,15 +110,16 @@ class Experts {
   void gate_up(const UpTask& task, const UpTask& after, char* scratch) const {
     const Block& block = task.block;
     char* rows = scratch + rows_at_;
-    gather(block, rows);
+    const RowLayout layout = x_layout(block.end - block.begin);
+    gather(block, rows, layout, scratch + converted_at_);
     const PackedWeight gate = w13(block.expert, 0), up = w13(block.expert, 1);
     char* spare = scratch + panels_at_;
-    auto* gates = reinterpret_cast<float*>(scratch + products_at_);
-    auto* ups = gates + tile_.max_rows * kPanel;
-    const Tiles tiles(block.begin, block.end, tile_.max_rows);
+    auto* products = reinterpret_cast<float*>(scratch + products_at_);
+    const int64_t apart = tile_.max_rows * kPanel;  // a tile's gates and ups
+    const Tiles tiles(block.begin, block.end, tile_);
+    const KParts parts = tiles.parts(c_.hidden, tile_);
     const TileUse use(tile_);
-    const auto stride = static_cast<int64_t>(row_bytes(c_.hidden));
-    const int64_t calls = 2 * (task.last - task.first) * tiles.count;
+    const int64_t calls = 2 * (task.last - task.first) * tiles.count * parts.count;
     int64_t call = 0;
     for (int64_t panel = task.first; panel < task.last; ++panel) {
       const ReadyPanel gate_panel = gate.ready(panel, isa_, spare, tiles.count);
@@ -107,13 +127,28 @@ class Experts {
       const Place next = panel + 1 < task.last ? Place{block.expert, panel + 1} : Place{after.block.expert, after.first};
       const char* next_gate = w13(next.expert, 0).panel(next.panel);
       const char* next_up = w13(next.expert, 1).panel(next.panel);
+      const auto multiply = [&](int64_t part, int64_t tile, const PackedWeight& weight, const ReadyPanel& ready, const char* next_panel,
+                                float* to) {
+        const int64_t k = parts.at(part);
+        const Ahead soon = ahead(tiles, tile, weight, next_panel).after(tile_steps(weight.dtype, k));
+        ready.tile({rows + layout.at(tiles.at(tile) - block.begin, k), layout.row, ready.from(k), parts.length(part), tiles.size(tile),
+                    to, kPanel, part > 0, with_x_rows(soon, after.block, call++, calls), layout.block});
+      };
+      // Part by part, one of the two panels at a time stays in the first cache.
+      for (int64_t part = 0; parts.count > 1 && part < parts.count; ++part) {
+        for (int64_t tile = 0; tile < tiles.count; ++tile)
+          multiply(part, tile, gate, gate_panel, next_gate, products + 2 * tile * apart);
+        for (int64_t tile = 0; tile < tiles.count; ++tile)
+          multiply(part, tile, up, up_panel, next_up, products + (2 * tile + 1) * apart);
+      }
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int m = tiles.size(tile);
-        const char* a = rows + (tiles.at(tile) - block.begin) * stride;
-        gate_panel.tile({a, stride, gate_panel.data, c_.hidden, m, gates, kPanel, false,
-                         with_x_rows(ahead(tiles, tile, gate, next_gate), after.block, call++, calls)});
-        up_panel.tile({a, stride, up_panel.data, c_.hidden, m, ups, kPanel, false,
-                       with_x_rows(ahead(tiles, tile, up, next_up), after.block, call++, calls)});
+        float* gates = products + (parts.count > 1 ? 2 * tile * apart : 0);
+        float* ups = gates + apart;
+        if (parts.count == 1) {
+          multiply(0, tile, gate, gate_panel, next_gate, gates);
+          multiply(0, tile, up, up_panel, next_up, ups);
+        }
         gate.scale(panel, isa_, gates, kPanel, m);
         up.scale(panel, isa_, ups, kPanel, m);
         if (c_.w13_bias != nullptr) {
@@ -121,7 +156,7 @@ class Experts {
           add_bias(gates, kPanel, m, bias, gate.width(panel));
           add_bias(ups, kPanel, m, bias + c_.inter, up.width(panel));
         }
-        mix(gates, ups, m, inter_row(tiles.at(tile)) + row_bytes(panel * kPanel));
+        mix(gates, ups, m, inter_at(tiles.at(tile), panel * kPanel));
       }
     }
   }
@@ -131,7 +166,7 @@ class Experts {
   }
 
   void mix(const float* gates, const float* ups, int m, char* to) const {
-    const auto stride = static_cast<int64_t>(inter_stride_);
+    const int64_t stride = inter_layout_.row;
     if (c_.clamped)
       isa_.clamped_mul(gates, ups, m, c_.alpha, c_.limit, row_dtype_, to, stride);
     else
@@ -150,10 +185,16 @@ class Experts {
     return Tiles::with_rows(panel, x_row(row) + call % parts * bytes, bytes, tile_steps(c_.w_dtype, c_.hidden));
   }
 
-  void gather(const Block& block, char* rows) const {
-    for (int64_t row = block.begin; row < block.end; ++row, rows += row_bytes(c_.hidden)) {
+  void gather(const Block& block, char* rows, const RowLayout& layout, char* converted) const {
+    for (int64_t row = block.begin; row < block.end; ++row) {
       if (row + 1 < block.end) fetch(x_row(row + 1), static_cast<size_t>(x_bytes()));
-      convert_row(rows, row_dtype_, x_row(row), c_.x_dtype, c_.hidden);
+      char* to = rows + layout.at(row - block.begin, 0);
+      if (!tile_.row_blocks) {
+        convert_row(to, row_dtype_, x_row(row), c_.x_dtype, c_.hidden);
+        continue;
+      }
+      if (row_dtype_ != c_.x_dtype) convert_row(converted, row_dtype_, x_row(row), c_.x_dtype, c_.hidden);
+      spread_row(to, layout.block, row_dtype_ == c_.x_dtype ? x_row(row) : converted, c_.hidden);
     }
   }
 
@@ -162,7 +203,7 @@ class Experts {
     const TileUse use(tile_);
     sum_down_products(c_, plan_, task, after, scratch + sums_at_,
                       [&](int64_t expert, int64_t from, int64_t to, const Place& next, TokenSums& sums) {
-                        down_products(expert, Tiles(from, to, tile_.max_rows), task, next, sums, scratch);
+                        down_products(expert, Tiles(from, to, tile_), task, next, sums, scratch);
                       });
   }
 
@@ -171,18 +212,23 @@ class Experts {
     const PackedWeight weight = w2(expert), later = w2(after.expert);
     auto* products = reinterpret_cast<float*>(scratch + products_at_);
     const int64_t panels = task.last - task.first, stride = panels * kPanel;
-    ReadyPanel ready[kDownPanelsPerTask];
+    const KParts parts = tiles.parts(c_.inter, tile_);
+    ReadyPanel ready[kMostDownPanelsPerTask];
     for (int64_t p = 0; p < panels; ++p)
       ready[p] = weight.ready(task.first + p, isa_, scratch + panels_at_ + p * weight.spare_bytes(), tiles.count);
     for (int64_t tile = 0; tile < tiles.count; ++tile) {
       const int m = tiles.size(tile);
+      for (int64_t part = 0; part < parts.count; ++part)
+        for (int64_t p = 0; p < panels; ++p) {
+          const int64_t k = parts.at(part);
+          Ahead soon = ahead(tiles, tile, weight, later.panel(std::min(after.panel + p, later.panels() - 1)));
+          if (p == 0) soon = with_inter_rows(soon, tiles, tile, plan_.first_row(after.expert, task.group));
+          ready[p].tile({inter_at(tiles.at(tile), k), inter_layout_.row, ready[p].from(k), parts.length(part), m, products + p * kPanel,
+                         stride, part > 0, soon.after(tile_steps(weight.dtype, k)), inter_layout_.block});
+        }
       for (int64_t p = 0; p < panels; ++p) {
         const int64_t panel = task.first + p;
-        Ahead soon = ahead(tiles, tile, weight, later.panel(std::min(after.panel + p, later.panels() - 1)));
-        if (p == 0) soon = with_inter_rows(soon, tiles, tile, plan_.first_row(after.expert, task.group));
         float* to = products + p * kPanel;
-        ready[p].tile({inter_row(tiles.at(tile)), static_cast<int64_t>(inter_stride_), ready[p].data, c_.inter, m, to, stride,
-                       false, soon});
         weight.scale(panel, isa_, to, stride, m);
         if (c_.w2_bias != nullptr)
           add_bias(to, stride, m, c_.w2_bias + expert * c_.hidden + panel * kPanel, weight.width(panel));
@@ -195,18 +241,22 @@ class Experts {
   Ahead with_inter_rows(const Ahead& panel, const Tiles& tiles, int64_t tile, int64_t later) const {
     const bool last = tile + 1 == tiles.count;
     const int64_t count = last ? tile_.max_rows : tiles.size(tile + 1);
-    return Tiles::with_rows(panel, inter_row(last ? later : tiles.at(tile + 1)), count * static_cast<int64_t>(inter_stride_),
-                            tile_steps(c_.w_dtype, c_.inter));
+    const char* rows = inter_at(last ? later : tiles.at(tile + 1), 0);
+    const int64_t steps = tile_steps(c_.w_dtype, c_.inter);
+    if (inter_layout_.row != 2 * kBlockK) return Tiles::with_rows(panel, rows, count * inter_layout_.row, steps);
+    // Of each block of k its rows.
+    return {panel.from, panel.step, rows, divide_up(count * 2 * kBlockK, kBlockK / 2), inter_layout_.block};
   }
 
   const ExpertsCall& c_;
   const Isa& isa_;
   const DType row_dtype_;
   const TileKernel& tile_;
+  const int64_t block_rows_;
   const ExpertPlan plan_;
   const RoutedRow* const rows_;
-  size_t rows_at_ = 0, panels_at_ = 0, products_at_ = 0, sums_at_ = 0;
-  size_t inter_stride_ = 0, scratch_bytes_ = 0;
+  size_t rows_at_ = 0, converted_at_ = 0, panels_at_ = 0, products_at_ = 0, sums_at_ = 0, scratch_bytes_ = 0;
+  RowLayout inter_layout_{};
   char* inter_ = nullptr;
   char* scratch_ = nullptr;
 };

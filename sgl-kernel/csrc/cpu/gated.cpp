@@ -53,7 +53,7 @@ class Gated {
 
   // A block of rows through a chunk of the panels of gate and up.
   void multiply(int64_t chunk, int64_t block, char* spare) const {
-    const Tiles tiles(block_begin(block), block_begin(block + 1), tile_.max_rows);
+    const Tiles tiles(block_begin(block), block_begin(block + 1), tile_);
     const TileUse use(tile_);
     alignas(64) float gates[kMaxRows * kPanel], ups[kMaxRows * kPanel];
     const int64_t end = first_panel_ + panels_ * (chunk + 1) / chunks_;

@@ -7,10 +7,11 @@
 //   f32:  [K][w]
 // with w = min(kPanel, N - p * kPanel), so that a packed matrix has exactly the size of the plain one.
 //
-// Rows of activations lie as they are: bf16 where Isa::bf16_pairs and the weight is bf16, otherwise f32.
+// Rows of activations lie as they are: bf16 where Isa::bf16_pairs and the weight is bf16, otherwise f32. Kernels that have
+// TileKernel::row_blocks can take them by blocks of k, too: [k / kBlockK][row][kBlockK].
 //
 // A tile adds up each output in an order that depends on k alone, however many rows it has: a row's result does not
-// depend on the rows beside it. A chained tile's order is one chain of multiply-adds over k in ascending order, so that
+// depend on the rows beside it. A sum over k may be cut at multiples of kBlockK. A chained tile's order is one chain of multiply-adds over k in ascending order, so that
 // a k cut into parts, each added to what was there, gives the bits of the whole.
 #pragma once
 
@@ -23,6 +24,9 @@ constexpr int kPanel = 32;
 constexpr int kMaxRows = 32;  // of a tile, on any instruction set
 constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel: one f32 or one pair of bf16 for each column
 constexpr int64_t kLineBytes = 64;  // of a cache line
+
+constexpr int64_t kAnyK = int64_t{1} << 40;
+constexpr int64_t kBlockK = 32;  // at multiples of it any tile's sum over k may be cut without a change of bits
 
 enum class DType { kBf16, kF32, kI8 };
 
@@ -56,6 +60,14 @@ struct Ahead {
   int64_t step;
   const void* rows = nullptr;
   int64_t rows_step = 0;
+  int64_t rows_block = 0;  // where this is not 0: of each kBlockK what is brought of rows begins so many bytes after the last
+
+  // What is left of it after so many steps.
+  Ahead after(int64_t steps) const {
+    const int64_t passed = rows_block == 0 ? steps * rows_step : steps * 2 / kBlockK * rows_block;
+    return {static_cast<const char*>(from) + steps * step, step,
+            rows == nullptr ? nullptr : static_cast<const char*>(rows) + passed, rows_step, rows_block};
+  }
 };
 
 // c[m][kPanel] = a[m, K] x panel[K, kPanel], or c + that. Rows of a are `a_stride` bytes apart, those of c `c_stride`
@@ -70,6 +82,7 @@ struct Tile {
   int64_t c_stride;
   bool add;
   Ahead ahead;
+  int64_t a_block = 0;  // bytes from one kBlockK numbers of a row to the next ones; 0: they follow one another
 };
 using TileFn = void (*)(const Tile& tile);
 
@@ -78,6 +91,9 @@ struct TileKernel {
   TileFn run;         // takes panels as they are when rows meet them
   TileFn run_i8;      // takes panels of int8 as they lie; null where they are never met
   int max_rows;       // of a tile, at most kMaxRows
+  bool row_blocks;    // rows are best given by blocks of k, and cut into tiles of max_rows and a rest
+  int64_t best_k;     // a longer k is best cut into parts of it, whose rows and panel stay in the first cache; a multiple of
+                      // kBlockK
   void (*release)();  // gives back what a tile sets up on its thread, see TileUse in tasks.h; null where it sets up nothing
 };
 

@@ -35,6 +35,8 @@ struct PanelI8 {
   }
 };
 
+inline int64_t block_bytes(const Tile& tile) { return tile.a_block == 0 ? kTileRowBytes : tile.a_block; }
+
 // What is left of k after its whole blocks, filled up with zeros. Empty where nothing is left.
 template <typename Panel>
 struct Rest {
@@ -44,7 +46,7 @@ struct Rest {
     const auto bytes = static_cast<size_t>(steps * kWord);
     for (int row = 0; row < tile.m; ++row) {
       char* to = a + row * kTileRowBytes;
-      std::memcpy(to, static_cast<const char*>(tile.a) + row * tile.a_stride + whole * kWord, bytes);
+      std::memcpy(to, static_cast<const char*>(tile.a) + row * tile.a_stride + whole / kSteps * block_bytes(tile), bytes);
       std::memset(to + bytes, 0, kTileRowBytes - bytes);
     }
     Panel::copy(static_cast<const char*>(tile.panel) + whole * Panel::kBytes, steps, panel);
@@ -71,7 +73,7 @@ void multiply(const Tile& tile) {
   for (int64_t block = tile_steps(DType::kBf16, tile.k) / kSteps; block > 0; --block) {
     prefetch.advance();
     multiply_block<two, PairProduct>(a, tile.a_stride, Panel::block(panel, copied));
-    a += kTileRowBytes;
+    a += block_bytes(tile);
     panel += kSteps * Panel::kBytes;
   }
   if (rest.steps > 0) {
@@ -89,6 +91,6 @@ void run(const Tile& tile) {
 }  // namespace
 
 constinit const TileKernel kAmxBf16Tile{
-    .run = run<PanelBf16>, .run_i8 = run<PanelI8>, .max_rows = kMaxRows, .release = release};
+    .run = run<PanelBf16>, .run_i8 = run<PanelI8>, .max_rows = kMaxRows, .row_blocks = true, .best_k = 256, .release = release};
 }  // namespace sgl_batch
 #endif

@@ -17,30 +17,59 @@ class Linear {
         row_dtype_(isa_.row_dtype(c_.w.dtype)),
         tile_(isa_.tile(c_.w.dtype)),
         in_place_(row_dtype_ == c_.x_dtype),
-        blocks_(divide_up(c_.rows, kTilesPerBlock * tile_.max_rows)),
-        chunks_(divide_up(c_.w.panels(), panels_per_task(c_.w.panels() * blocks_ * c_.heads, c_.w.panel_bytes()))),
         element_(static_cast<int64_t>(size_of(c_.x_dtype))),
-        row_bytes_(c_.w.k * static_cast<int64_t>(size_of(row_dtype_))) {}
+        row_bytes_(c_.w.k * static_cast<int64_t>(size_of(row_dtype_))),
+        blocks_(divide_up(c_.rows, rows_per_block(tile_, row_bytes_))),
+        spread_(tile_.row_blocks && in_place_ && blocks_ > 1),
+        chunks_(divide_up(c_.w.panels(), panels_per_task())) {}
 
   void run() {
     Carver carver;
     const size_t rows_at = carver.take(in_place_ ? 0 : static_cast<size_t>(row_bytes_ * c_.rows * c_.heads));
-    const size_t spare_at = carver.take(c_.w.spare_bytes() * num_threads());
+    Carver one;
+    spare_at_ = one.take(c_.w.spare_bytes());
+    const RowLayout layout = layout_of(divide_up(c_.rows, blocks_));
+    spread_at_ = one.take(spread_ ? static_cast<size_t>(layout.bytes(c_.w.k)) : 0);
+    results_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(divide_up(c_.rows, blocks_) + tile_.max_rows));
+    const size_t own_bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
+    const size_t own_at = carver.take(own_bytes * num_threads());
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(carver.total()));
     carver.guard(base);
+    for (int thread = 0; thread < num_threads(); ++thread) one.guard(base + own_at + own_bytes * thread);
     converted_ = base + rows_at;
     if (!in_place_) run_tasks(c_.heads * blocks_, [this](int64_t task, int) { convert(task / blocks_, task % blocks_); });
-    // The blocks of one chunk come one after the other: its weights are then in the caches.
     const int64_t tasks = c_.heads * chunks_ * blocks_;
     run_tasks_ahead(tasks, [&](int64_t task, int64_t next, int thread) {
-      const int64_t after = std::min(next, tasks - 1) / blocks_;
-      multiply(task / blocks_ / chunks_, task / blocks_ % chunks_, task % blocks_,
-               of_head(after / chunks_).panel(first_panel(after % chunks_)), base + spare_at + c_.w.spare_bytes() * thread);
+      const Task own = task_of(task), after = task_of(std::min(next, tasks - 1));
+      multiply(own, of_head(after.head).panel(first_panel(after.chunk)), base + own_at + own_bytes * thread);
     });
   }
 
  private:
+  struct Task {
+    int64_t head, chunk, block;
+  };
+
+  // The blocks of one chunk come one after the other: its weights are then in the caches. A block that is copied is, instead, for
+  // as many panels as there are tasks left for.
+  Task task_of(int64_t task) const {
+    const int64_t head = task / (chunks_ * blocks_), own = task % (chunks_ * blocks_);
+    return spread_ ? Task{head, own % chunks_, own / chunks_} : Task{head, own / blocks_, own % blocks_};
+  }
+
+  int64_t panels_per_task() const {
+    const int64_t panels = c_.w.panels();
+    if (!spread_) return sgl_batch::panels_per_task(panels * blocks_ * c_.heads, c_.w.panel_bytes());
+    return divide_up(panels, std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_ * c_.heads), 1, panels));
+  }
+
+  // How a block's rows lie when they meet weights.
+  RowLayout layout_of(int64_t rows) const {
+    if (spread_) return RowLayout::blocks(rows);
+    return RowLayout::plain(in_place_ ? c_.x_row * element_ : row_bytes_, row_dtype_);
+  }
+
   int64_t block_begin(int64_t block) const { return c_.rows * block / blocks_; }
   const char* given(int64_t head, int64_t row) const {
     return static_cast<const char*>(c_.x) + (row * c_.x_row + head * c_.x_head) * element_;
@@ -61,24 +90,44 @@ class Linear {
   }
 
   // A block of a head's rows through a chunk of its panels. `after`: the panel that this thread needs next.
-  void multiply(int64_t head, int64_t chunk, int64_t block, const char* after, char* spare) const {
-    const PackedWeight w = of_head(head);
-    const int64_t last = first_panel(chunk + 1);
-    const Tiles tiles(block_begin(block), block_begin(block + 1), tile_.max_rows);
+  void multiply(const Task& task, const char* after, char* own) const {
+    const PackedWeight w = of_head(task.head);
+    const int64_t begin = block_begin(task.block), last = first_panel(task.chunk + 1);
+    const Tiles tiles(begin, block_begin(task.block + 1), tile_);
+    const KParts parts = tiles.parts(w.k, tile_);
+    const RowLayout layout = layout_of(tiles.rows);
     const TileUse use(tile_);
-    alignas(64) float result[kMaxRows * kPanel];
-    for (int64_t panel = first_panel(chunk); panel < last; ++panel) {
-      const ReadyPanel ready = w.ready(panel, isa_, spare, tiles.count);
+    auto* results = reinterpret_cast<float*>(own + results_at_);
+    const char* rows = in_place_ ? given(task.head, begin) : converted(task.head, begin);
+    if (spread_) rows = spread(task.head, tiles, layout, own + spread_at_);
+    for (int64_t panel = first_panel(task.chunk); panel < last; ++panel) {
+      const ReadyPanel ready = w.ready(panel, isa_, own + spare_at_, tiles.count);
       const char* next = panel + 1 < last ? w.panel(panel + 1) : after;
-      for (int64_t tile = 0; tile < tiles.count; ++tile) {
-        const int64_t row = tiles.at(tile);
-        const int m = tiles.size(tile);
-        ready.tile({in_place_ ? given(head, row) : converted(head, row), in_place_ ? c_.x_row * element_ : row_bytes_, ready.data, w.k, m,
-               result, kPanel, false, tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k))});
-        w.scale(panel, isa_, result, kPanel, m);
-        store(head, panel, row, m, result);
+      for (int64_t part = 0; part < parts.count; ++part) {
+        const int64_t k = parts.at(part);
+        for (int64_t tile = 0; tile < tiles.count; ++tile) {
+          const int64_t row = tiles.at(tile) - begin;
+          const int m = tiles.size(tile);
+          // The sums of one tile alone stay in one place.
+          float* result = results + (parts.count > 1 ? row * kPanel : 0);
+          const Ahead ahead = tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k));
+          ready.tile({rows + layout.at(row, k), layout.row, ready.from(k), parts.length(part), m, result, kPanel, part > 0,
+                      ahead.after(tile_steps(w.dtype, k)), layout.block});
+          if (part + 1 < parts.count) continue;
+          w.scale(panel, isa_, result, kPanel, m);
+          store(task.head, panel, begin + row, m, result);
+        }
       }
     }
+  }
+
+  // The rows by blocks of k.
+  const char* spread(int64_t head, const Tiles& tiles, const RowLayout& layout, char* to) const {
+    for (int64_t row = 0; row < tiles.rows; ++row) {
+      if (row + 1 < tiles.rows) fetch(given(head, tiles.begin + row + 1), static_cast<size_t>(row_bytes_));
+      spread_row(to + layout.at(row, 0), layout.block, given(head, tiles.begin + row), c_.w.k);
+    }
+    return to;
   }
 
   void store(int64_t head, int64_t panel, int64_t row, int m, float* result) const {
@@ -97,7 +146,10 @@ class Linear {
   const DType row_dtype_;
   const TileKernel& tile_;
   const bool in_place_;  // rows meet weights in their own number type
-  const int64_t blocks_, chunks_, element_, row_bytes_;
+  const int64_t element_, row_bytes_, blocks_;
+  const bool spread_;  // each task copies its rows by blocks of k
+  const int64_t chunks_;
+  size_t spare_at_ = 0, spread_at_ = 0, results_at_ = 0;
   char* converted_ = nullptr;
 };
 

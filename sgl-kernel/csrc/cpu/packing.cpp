@@ -114,14 +114,15 @@ void pack_rows(const void* plain, DType from, int64_t rows, int64_t k, void* pac
 
 ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64_t tiles) const {
   const int columns = width(index);
-  if (dtype != DType::kI8) return {ready_part(index, spare, 0, k), isa.tile(dtype).run};
+  const int64_t wide = kPanel * static_cast<int64_t>(size_of(tile_dtype(dtype)));
+  if (dtype != DType::kI8) return {ready_part(index, spare, 0, k), isa.tile(dtype).run, wide};
   // Widening costs as much as a tile of few rows: it is done once where several tiles share it.
-  if (tiles == 1 && columns == kPanel) return {panel(index), isa.tile(dtype).run_i8};
+  if (tiles == 1 && columns == kPanel) return {panel(index), isa.tile(dtype).run_i8, kPanel};
   // A narrow panel is widened as it is into the end of the full one, and spread out from there.
-  auto* wide = static_cast<uint16_t*>(spare) + (kPanel - columns) * k;
-  isa.widen(reinterpret_cast<const int8_t*>(panel(index)), columns * k, wide);
-  if (columns < kPanel) pad_words<uint32_t>(wide, columns, k / 2, spare);
-  return {spare, isa.tile(dtype).run};
+  auto* narrow = static_cast<uint16_t*>(spare) + (kPanel - columns) * k;
+  isa.widen(reinterpret_cast<const int8_t*>(panel(index)), columns * k, narrow);
+  if (columns < kPanel) pad_words<uint32_t>(narrow, columns, k / 2, spare);
+  return {spare, isa.tile(dtype).run, wide};
 }
 
 const void* PackedWeight::ready_part(int64_t index, void* spare, int64_t first, int64_t last) const {

@@ -19,6 +19,9 @@ void pack_rows(const void* plain, DType from, int64_t rows, int64_t k, void* pac
 struct ReadyPanel {
   const void* data;
   TileFn tile;
+  int64_t step;  // bytes of one k
+
+  const void* from(int64_t k) const { return static_cast<const char*>(data) + k * step; }
 };
 
 // A packed matrix [n, k]. One of int8 has a scale for each of its n outputs, with which products are multiplied.

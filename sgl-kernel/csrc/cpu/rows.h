@@ -30,6 +30,9 @@ inline void fetch_to_write(const void* to, size_t bytes) {
   }
 }
 
+// A row of bf16 by blocks of kBlockK, `block` bytes apart.
+void spread_row(char* to, int64_t block, const void* from, int64_t count);
+
 void convert_row(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t count);
 
 }  // namespace sgl_batch

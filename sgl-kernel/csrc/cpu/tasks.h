@@ -12,6 +12,7 @@
 namespace sgl_batch {
 
 constexpr int64_t kTilesPerBlock = 8;  // rows that share one pass over a panel: they stay in the L2 cache
+constexpr int64_t kMostTilesPerBlock = 16;  // where rows come by blocks
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kPanelTasksPerThread = 16;    // of tasks that go through panels: each looks ahead to the next one's
 constexpr int64_t kPanelBytesPerTask = 256 << 10;  // with a block of rows they stay in the L2 cache
@@ -31,10 +32,47 @@ inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes) {
 // is long, the core brings the lines between by itself, and has not requests enough under way for more.
 constexpr int64_t kFewRows = 4;
 
-// Rows [begin, end) cut into as few tiles as there must be, all but equal ones.
+// How many rows of `row_bytes` share one pass over a panel. Kernels that take rows by blocks need the fewest bytes of a panel for
+// a product, so that more rows pay.
+inline int64_t rows_per_block(const TileKernel& kernel, int64_t row_bytes) {
+  const int64_t least = kTilesPerBlock * kernel.max_rows;
+  if (!kernel.row_blocks) return least;
+  constexpr int64_t kBytes = 1 << 20;
+  return std::clamp<int64_t>(kBytes / row_bytes / kernel.max_rows * kernel.max_rows, least / 2, kMostTilesPerBlock * kernel.max_rows);
+}
+
+// How rows lie: from one row to the next, and from kBlockK numbers of a row to the next ones.
+struct RowLayout {
+  // One row after the other, or blocks of k of all `rows`: a little apart, so that caches have room for one row's.
+  static RowLayout plain(int64_t row_bytes, DType dtype) { return {row_bytes, kBlockK * static_cast<int64_t>(size_of(dtype))}; }
+  static RowLayout blocks(int64_t rows) { return {2 * kBlockK, round_up(rows * 2 * kBlockK, 4096) + 2048}; }
+
+  int64_t at(int64_t number, int64_t k) const { return number * row + k / kBlockK * block; }
+  // Of k numbers of bf16.
+  int64_t bytes(int64_t k) const { return divide_up(k, kBlockK) * block; }
+
+  int64_t row, block;
+};
+
+// k cut into as few parts of at most `most` as there must be.
+struct KParts {
+  KParts(int64_t k, int64_t most) : k(k), size(round_up(divide_up(k, divide_up(k, most)), kBlockK)), count(divide_up(k, size)) {}
+  int64_t at(int64_t part) const { return std::min(part * size, k); }
+  int64_t length(int64_t part) const { return at(part + 1) - at(part); }
+
+  int64_t k, size, count;
+};
+
+// Rows [begin, end) cut into as few tiles as there must be, all but equal ones, or full ones and a rest.
 struct Tiles {
-  Tiles(int64_t first, int64_t last, int max_rows) : begin(first), rows(last - first), count(divide_up(rows, max_rows)) {}
-  int64_t at(int64_t tile) const { return begin + rows * tile / count; }
+  Tiles(int64_t first, int64_t last, int max_rows, bool full = false)
+      : begin(first), rows(last - first), count(divide_up(rows, max_rows)), full_rows(full ? max_rows : 0) {}
+  Tiles(int64_t first, int64_t last, const TileKernel& kernel) : Tiles(first, last, kernel.max_rows, kernel.row_blocks) {}
+  int64_t at(int64_t tile) const {
+    return begin + (full_rows > 0 ? std::min(rows, tile * full_rows) : rows * tile / count);
+  }
+  // k is cut where a panel is read so often that it should stay in the first cache.
+  KParts parts(int64_t k, const TileKernel& kernel) const { return {k, count > 2 ? kernel.best_k : kAnyK}; }
   int size(int64_t tile) const { return static_cast<int>(at(tile + 1) - at(tile)); }
 
   // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow: together the tiles bring them all.
@@ -51,7 +89,7 @@ struct Tiles {
     return {panel.from, panel.step, rows, divide_up(row_bytes, steps)};
   }
 
-  int64_t begin, rows, count;
+  int64_t begin, rows, count, full_rows;
 };
 
 // As long as it lives a task may use these tiles. What they set up on the thread is given back in the end, so that nobody
