@@ -50,7 +50,7 @@ class Attention {
       : c_(call),
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.dtype)),
-        tile_(isa_.chained_tile(call.dtype)),
+        tile_(tile_of(call)),
         group_(call.q_heads / call.kv_heads),
         tokens_per_block_(std::max<int64_t>(1, kRowsPerBlock / group_)),
         chunk_(call.page % kChunk == 0 || kChunk % call.page == 0 ? kChunk : call.page),
@@ -97,6 +97,11 @@ class Attention {
   }
 
  private:
+  // One for which a result does not depend on how pages cut the values' k: a chained one, or any where they cut it by blocks.
+  static const TileKernel& tile_of(const AttentionCall& call) {
+    return call.page % kBlockK == 0 ? isa().tile(call.dtype) : isa().chained_tile(call.dtype);
+  }
+
   int64_t work(const Block& block) const {
     return (block.end - block.begin) * (seen_by(block, block.end - 1) - first_chunk(block));
   }
@@ -234,6 +239,7 @@ class Attention {
     const Tiles tiles(0, rows, tile_.max_rows);
     const int64_t start = first_chunk(block);
     const bool is_one = start + chunk_ >= seen_by(block, block.end - 1);  // then tiles come one after the other, in one place
+    const TileUse use(tile_);
     lead.enter(block, after);
     Chunk chunk;
     for (int64_t first = start; take(chunk, block, first); first += chunk_) {
@@ -385,7 +391,7 @@ class Attention {
   const AttentionCall& c_;
   const Isa& isa_;
   const DType row_dtype_;
-  const TileKernel& tile_;  // chained, so that a result does not depend on how pages cut the values' k
+  const TileKernel& tile_;
   const int64_t group_, tokens_per_block_;
   const int64_t chunk_, part_;  // tokens of a step of the softmax, and those of them that lie in one page
   const int64_t score_stride_, padded_dim_;
