@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -50,7 +51,8 @@ class Attention {
       : c_(call),
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.dtype)),
-        tile_(tile_of(call)),
+        tile_(isa_.tile(call.dtype)),
+        blocks_cross_pages_(!tile_.chained && call.page % kBlockK != 0),
         group_(call.q_heads / call.kv_heads),
         tokens_per_block_(std::max<int64_t>(1, kRowsPerBlock / group_)),
         chunk_(call.page % kChunk == 0 || kChunk % call.page == 0 ? kChunk : call.page),
@@ -83,6 +85,7 @@ class Attention {
     scores_at_ = one.take(static_cast<size_t>(tile_.max_rows * score_stride_) * 4);
     weights_at_ = one.take(static_cast<size_t>(tile_.max_rows * score_stride_) * 4);
     spare_at_ = one.take(static_cast<size_t>(kPanel * std::max(c_.dim, c_.page)) * 4);
+    block_at_ = one.take(static_cast<size_t>(tile_steps(c_.dtype, kBlockK) * kStepBytes));
     const size_t bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(bytes * num_threads()));
@@ -97,11 +100,6 @@ class Attention {
   }
 
  private:
-  // One for which a result does not depend on how pages cut the values' k: a chained one, or any where they cut it by blocks.
-  static const TileKernel& tile_of(const AttentionCall& call) {
-    return call.page % kBlockK == 0 ? isa().tile(call.dtype) : isa().chained_tile(call.dtype);
-  }
-
   int64_t work(const Block& block) const {
     return (block.end - block.begin) * (seen_by(block, block.end - 1) - first_chunk(block));
   }
@@ -356,21 +354,36 @@ class Attention {
                        weights, own.sums, padded_dim_});
     call.a_stride = weight_bytes();
     call.c_stride = padded_dim_;
-    for (int64_t at = 0; at < most; at += part_) {
-      const Part& part = chunk.parts[at / part_];
-      const PackedWeight page = values(part.page, own.head);
+    const int64_t step = blocks_cross_pages_ ? kBlockK : part_;
+    for (int64_t at = 0; at < most; at += step) {
       // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
-      call.k = std::min(part_, round_up(most - at, 2));
+      call.k = std::min(step, round_up(most - at, 2));
       call.a = weights + at * static_cast<int64_t>(size_of(row_dtype_));
       call.add = c_.window != 0 || chunk.first + at > 0;
-      for (int64_t panel = 0; panel < page.panels(); ++panel) {
-        call.panel = page.ready_part(panel, scratch + spare_at_, part.offset, part.offset + call.k);
+      for (int64_t panel = 0; panel < divide_up(c_.dim, kPanel); ++panel) {
+        const Part& part = chunk.parts[at / part_];
+        call.panel = blocks_cross_pages_ ? block_of_values(chunk, own.head, panel, at, call.k, scratch)
+                                         : values(part.page, own.head).ready_part(panel, scratch + spare_at_, part.offset, part.offset + call.k);
         call.c = own.sums + panel * kPanel;
         call.ahead = lead.bring(call.panel, tile_steps(c_.dtype, call.k));
         tile_.run(call);
       }
     }
     if (left <= chunk_) write(own);
+  }
+
+  // A panel of the values of `count` of a chunk's tokens, from `at` on, copied from the pages where they lie.
+  const void* block_of_values(const Chunk& chunk, int64_t head, int64_t panel, int64_t at, int64_t count, char* scratch) const {
+    char* block = scratch + block_at_;
+    for (const int64_t end = at + count; at < end;) {
+      const Part& part = chunk.parts[at / part_];
+      const int64_t offset = part.offset + at % part_, some = std::min(end - at, part_ - at % part_);
+      const size_t bytes = static_cast<size_t>(tile_steps(c_.dtype, some) * kStepBytes);
+      std::memcpy(block, values(part.page, head).ready_part(panel, scratch + spare_at_, offset, offset + some), bytes);
+      block += bytes;
+      at += some;
+    }
+    return scratch + block_at_;
   }
 
   // Brings the memory of a tile's result to the first cache, so that it waits for none.
@@ -392,11 +405,14 @@ class Attention {
   const Isa& isa_;
   const DType row_dtype_;
   const TileKernel& tile_;
+  // A page may end within a block of the values' k. The tile does not cut its sums there, so that blocks are put together first:
+  // a result does not depend on how pages cut them.
+  const bool blocks_cross_pages_;
   const int64_t group_, tokens_per_block_;
   const int64_t chunk_, part_;  // tokens of a step of the softmax, and those of them that lie in one page
   const int64_t score_stride_, padded_dim_;
   std::vector<Block> blocks_;
-  size_t queries_at_ = 0, sums_at_ = 0, state_at_ = 0, scores_at_ = 0, weights_at_ = 0, spare_at_ = 0;
+  size_t queries_at_ = 0, sums_at_ = 0, state_at_ = 0, scores_at_ = 0, weights_at_ = 0, spare_at_ = 0, block_at_ = 0;
 };
 
 }  // namespace

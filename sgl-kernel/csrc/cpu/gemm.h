@@ -91,6 +91,7 @@ struct TileKernel {
   TileFn run;         // takes panels as they are when rows meet them
   TileFn run_i8;      // takes panels of int8 as they lie; null where they are never met
   int max_rows;       // of a tile, at most kMaxRows
+  bool chained;       // see above
   bool row_blocks;    // rows are best given by blocks of k, and cut into tiles of max_rows and a rest
   int64_t best_k;     // a longer k is best cut into parts of it, whose rows and panel stay in the first cache; a multiple of
                       // kBlockK

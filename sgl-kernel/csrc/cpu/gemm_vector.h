@@ -161,7 +161,7 @@ void by_rows(const Tile& tile) {
 }
 
 constexpr TileKernel kernel_of(TileFn run, TileFn run_i8) {
-  return {.run = run, .run_i8 = run_i8, .max_rows = kRows, .row_blocks = false, .best_k = kAnyK, .release = nullptr};
+  return {.run = run, .run_i8 = run_i8, .max_rows = kRows, .chained = true, .row_blocks = false, .best_k = kAnyK, .release = nullptr};
 }
 
 // Everything but the tiles for pairs is the same for all instruction sets.
