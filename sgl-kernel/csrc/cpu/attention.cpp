@@ -362,8 +362,10 @@ class Attention {
       call.add = c_.window != 0 || chunk.first + at > 0;
       for (int64_t panel = 0; panel < divide_up(c_.dim, kPanel); ++panel) {
         const Part& part = chunk.parts[at / part_];
-        call.panel = blocks_cross_pages_ ? block_of_values(chunk, own.head, panel, at, call.k, scratch)
-                                         : values(part.page, own.head).ready_part(panel, scratch + spare_at_, part.offset, part.offset + call.k);
+        if (blocks_cross_pages_)
+          call.panel = block_of_values(chunk, own.head, panel, at, call.k, scratch);
+        else
+          call.panel = values(part.page, own.head).ready_part(panel, scratch + spare_at_, part.offset, part.offset + call.k);
         call.c = own.sums + panel * kPanel;
         call.ahead = lead.bring(call.panel, tile_steps(c_.dtype, call.k));
         tile_.run(call);
@@ -379,7 +381,8 @@ class Attention {
       const Part& part = chunk.parts[at / part_];
       const int64_t offset = part.offset + at % part_, some = std::min(end - at, part_ - at % part_);
       const size_t bytes = static_cast<size_t>(tile_steps(c_.dtype, some) * kStepBytes);
-      std::memcpy(block, values(part.page, head).ready_part(panel, scratch + spare_at_, offset, offset + some), bytes);
+      const void* from = values(part.page, head).ready_part(panel, scratch + spare_at_, offset, offset + some);
+      std::memcpy(block, from, bytes);
       block += bytes;
       at += some;
     }

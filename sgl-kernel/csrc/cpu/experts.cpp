@@ -53,7 +53,8 @@ class Experts {
 
   void lay_out() {
     Carver one;
-    rows_at_ = one.take(static_cast<size_t>(tile_.row_blocks ? x_layout(block_rows_).bytes(c_.hidden) : block_rows_ * x_layout(1).row));
+    const RowLayout layout = x_layout(block_rows_);
+    rows_at_ = one.take(static_cast<size_t>(tile_.row_blocks ? layout.bytes(c_.hidden) : block_rows_ * layout.row));
     converted_at_ = one.take(row_bytes(c_.hidden));
     panels_at_ = one.take(std::max(2 * w13(0, 0).spare_bytes(), plan_.down_panels_per_task() * w2(0).spare_bytes()));
     const int64_t up_rows = 2 * (c_.hidden > tile_.best_k ? block_rows_ : tile_.max_rows);
@@ -64,12 +65,14 @@ class Experts {
     // Panels are stored whole, so that a row has room for its last one.
     const bool whole = c_.part == ExpertsPart::kBoth;
     const auto rows = static_cast<int64_t>(plan_.routing().rows.size());
+    const auto padded = static_cast<int64_t>(row_bytes(round_up(c_.inter, kPanel)));
     const bool blocks = whole && tile_.row_blocks;
     if (blocks)
       inter_layout_ = RowLayout::blocks(rows);
     else
-      inter_layout_ = RowLayout::plain(whole ? static_cast<int64_t>(row_bytes(round_up(c_.inter, kPanel))) : c_.between_stride, row_dtype_);
-    const size_t inter_at = all.take(static_cast<size_t>(!whole ? 0 : blocks ? inter_layout_.bytes(c_.inter) : rows * inter_layout_.row));
+      inter_layout_ = RowLayout::plain(whole ? padded : c_.between_stride, row_dtype_);
+    const int64_t inter_bytes = blocks ? inter_layout_.bytes(c_.inter) : rows * inter_layout_.row;
+    const size_t inter_at = all.take(whole ? static_cast<size_t>(inter_bytes) : 0);
     scratch_bytes_ = (one.total() + 4095) / 4096 * 4096;
     const size_t scratch_at = all.take(scratch_bytes_ * num_threads());
     static thread_local Workspace workspace;
@@ -130,9 +133,9 @@ class Experts {
       const auto multiply = [&](int64_t part, int64_t tile, const PackedWeight& weight, const ReadyPanel& ready, const char* next_panel,
                                 float* to) {
         const int64_t k = parts.at(part);
-        const Ahead soon = ahead(tiles, tile, weight, next_panel).after(tile_steps(weight.dtype, k));
+        const Ahead soon = ahead(tiles, tile, weight, next_panel, k);
         ready.tile({rows + layout.at(tiles.at(tile) - block.begin, k), layout.row, ready.from(k), parts.length(part), tiles.size(tile),
-                    to, kPanel, part > 0, with_x_rows(soon, after.block, call++, calls), layout.block});
+                    to, kPanel, part > 0, with_x_rows(soon, after.block, call++, calls, parts.length(part)), layout.block});
       };
       // Part by part, one of the two panels at a time stays in the first cache.
       for (int64_t part = 0; parts.count > 1 && part < parts.count; ++part) {
@@ -173,16 +176,19 @@ class Experts {
       isa_.silu_mul(gates, ups, m, row_dtype_, to, stride);
   }
 
-  static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedWeight& weight, const char* next) {
-    return tiles.ahead(tile, next, weight.panel_bytes(), tile_steps(weight.dtype, weight.k));
+  static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedWeight& weight, const char* next, int64_t k) {
+    return tiles.ahead(tile, next, weight.panel_bytes(), tile_steps(weight.dtype, weight.k), tile_steps(weight.dtype, k));
   }
 
-  // A tile's share of the rows that the next block gathers: the given one of `calls` brings a row, or a part of one.
-  Ahead with_x_rows(const Ahead& panel, const Block& next, int64_t call, int64_t calls) const {
-    const int64_t parts = std::max<int64_t>(1, calls / (next.end - next.begin)), row = next.begin + call / parts;
+  // A tile's share of the rows that the next block gathers: the given one of `calls`, of so many k, brings a row, or a part of one.
+  Ahead with_x_rows(const Ahead& panel, const Block& next, int64_t call, int64_t calls, int64_t k) const {
+    const int64_t steps = tile_steps(c_.w_dtype, k);
+    int64_t bytes = divide_up(x_bytes(), std::max<int64_t>(1, calls / (next.end - next.begin)));
+    // Whole lines in each block of k, so that none is asked for twice.
+    if (tile_.row_blocks) bytes = round_up(bytes, divide_up(2 * steps, kBlockK) * kLineBytes);
+    const int64_t parts = divide_up(x_bytes(), bytes), row = next.begin + call / parts;
     if (row >= next.end) return panel;
-    const int64_t bytes = divide_up(x_bytes(), parts);
-    return Tiles::with_rows(panel, x_row(row) + call % parts * bytes, bytes, tile_steps(c_.w_dtype, c_.hidden));
+    return Tiles::with_rows(panel, x_row(row) + call % parts * bytes, bytes, steps);
   }
 
   void gather(const Block& block, char* rows, const RowLayout& layout, char* converted) const {
@@ -221,10 +227,10 @@ class Experts {
       for (int64_t part = 0; part < parts.count; ++part)
         for (int64_t p = 0; p < panels; ++p) {
           const int64_t k = parts.at(part);
-          Ahead soon = ahead(tiles, tile, weight, later.panel(std::min(after.panel + p, later.panels() - 1)));
-          if (p == 0) soon = with_inter_rows(soon, tiles, tile, plan_.first_row(after.expert, task.group));
+          Ahead soon = ahead(tiles, tile, weight, later.panel(std::min(after.panel + p, later.panels() - 1)), k);
+          if (p == 0) soon = with_inter_rows(soon, tiles, tile, plan_.first_row(after.expert, task.group), k);
           ready[p].tile({inter_at(tiles.at(tile), k), inter_layout_.row, ready[p].from(k), parts.length(part), m, products + p * kPanel,
-                         stride, part > 0, soon.after(tile_steps(weight.dtype, k)), inter_layout_.block});
+                         stride, part > 0, soon, inter_layout_.block});
         }
       for (int64_t p = 0; p < panels; ++p) {
         const int64_t panel = task.first + p;
@@ -238,10 +244,10 @@ class Experts {
   }
 
   // The rows of the next tile, or those from `later` on.
-  Ahead with_inter_rows(const Ahead& panel, const Tiles& tiles, int64_t tile, int64_t later) const {
+  Ahead with_inter_rows(const Ahead& panel, const Tiles& tiles, int64_t tile, int64_t later, int64_t k) const {
     const bool last = tile + 1 == tiles.count;
     const int64_t count = last ? tile_.max_rows : tiles.size(tile + 1);
-    const char* rows = inter_at(last ? later : tiles.at(tile + 1), 0);
+    const char* rows = inter_at(last ? later : tiles.at(tile + 1), k);
     const int64_t steps = tile_steps(c_.w_dtype, c_.inter);
     if (inter_layout_.row != 2 * kBlockK) return Tiles::with_rows(panel, rows, count * inter_layout_.row, steps);
     // Of each block of k its rows.

@@ -11,8 +11,8 @@
 // TileKernel::row_blocks can take them by blocks of k, too: [k / kBlockK][row][kBlockK].
 //
 // A tile adds up each output in an order that depends on k alone, however many rows it has: a row's result does not
-// depend on the rows beside it. A sum over k may be cut at multiples of kBlockK. A chained tile's order is one chain of multiply-adds over k in ascending order, so that
-// a k cut into parts, each added to what was there, gives the bits of the whole.
+// depend on the rows beside it. A k cut into parts at multiples of kBlockK, each added to what was there, gives the bits of the
+// whole. A chained tile's order is one chain of multiply-adds over k in ascending order, so that its k may be cut anywhere.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +24,8 @@ constexpr int kPanel = 32;
 constexpr int kMaxRows = 32;  // of a tile, on any instruction set
 constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel: one f32 or one pair of bf16 for each column
 constexpr int64_t kLineBytes = 64;  // of a cache line
-
+constexpr int64_t kBlockK = 32;  // numbers of a row, see below
 constexpr int64_t kAnyK = int64_t{1} << 40;
-constexpr int64_t kBlockK = 32;  // at multiples of it any tile's sum over k may be cut without a change of bits
 
 enum class DType { kBf16, kF32, kI8 };
 
@@ -61,13 +60,6 @@ struct Ahead {
   const void* rows = nullptr;
   int64_t rows_step = 0;
   int64_t rows_block = 0;  // where this is not 0: of each kBlockK what is brought of rows begins so many bytes after the last
-
-  // What is left of it after so many steps.
-  Ahead after(int64_t steps) const {
-    const int64_t passed = rows_block == 0 ? steps * rows_step : steps * 2 / kBlockK * rows_block;
-    return {static_cast<const char*>(from) + steps * step, step,
-            rows == nullptr ? nullptr : static_cast<const char*>(rows) + passed, rows_step, rows_block};
-  }
 };
 
 // c[m][kPanel] = a[m, K] x panel[K, kPanel], or c + that. Rows of a are `a_stride` bytes apart, those of c `c_stride`
@@ -93,8 +85,7 @@ struct TileKernel {
   int max_rows;       // of a tile, at most kMaxRows
   bool chained;       // see above
   bool row_blocks;    // rows are best given by blocks of k, and cut into tiles of max_rows and a rest
-  int64_t best_k;     // a longer k is best cut into parts of it, whose rows and panel stay in the first cache; a multiple of
-                      // kBlockK
+  int64_t best_k;     // a longer k is best cut into parts of it, whose panel stays in the first cache; a multiple of kBlockK
   void (*release)();  // gives back what a tile sets up on its thread, see TileUse in tasks.h; null where it sets up nothing
 };
 
@@ -194,8 +185,7 @@ struct Isa {
   const char* name;
   bool bf16_pairs;  // activations meet bf16 weights as bf16 pairs
   TileKernel tile_bf16;
-  TileKernel tile_bf16_chained;  // sets up nothing
-  TileKernel tile_f32;           // chained, and sets up nothing
+  TileKernel tile_f32;  // chained, and sets up nothing
   StoreFn store;
   StoreScaledFn store_scaled;
   SiluMulFn silu_mul;
@@ -213,7 +203,6 @@ struct Isa {
   // What rows of activations must be to meet a weight.
   DType row_dtype(DType weight) const { return bf16_pairs ? tile_dtype(weight) : DType::kF32; }
   const TileKernel& tile(DType weight) const { return weight == DType::kF32 ? tile_f32 : tile_bf16; }
-  const TileKernel& chained_tile(DType weight) const { return weight == DType::kF32 ? tile_f32 : tile_bf16_chained; }
 };
 
 // The best instruction set of this machine, or the one that SGL_BATCH_ISA names. Throws std::runtime_error when it

@@ -90,7 +90,12 @@ void run(const Tile& tile) {
 
 }  // namespace
 
-constinit const TileKernel kAmxBf16Tile{
-    .run = run<PanelBf16>, .run_i8 = run<PanelI8>, .max_rows = kMaxRows, .chained = false, .row_blocks = true, .best_k = 256, .release = release};
+constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
+                                        .run_i8 = run<PanelI8>,
+                                        .max_rows = kMaxRows,
+                                        .chained = false,
+                                        .row_blocks = true,
+                                        .best_k = 256,
+                                        .release = release};
 }  // namespace sgl_batch
 #endif

@@ -161,7 +161,13 @@ void by_rows(const Tile& tile) {
 }
 
 constexpr TileKernel kernel_of(TileFn run, TileFn run_i8) {
-  return {.run = run, .run_i8 = run_i8, .max_rows = kRows, .chained = true, .row_blocks = false, .best_k = kAnyK, .release = nullptr};
+  return {.run = run,
+          .run_i8 = run_i8,
+          .max_rows = kRows,
+          .chained = true,
+          .row_blocks = false,
+          .best_k = kAnyK,
+          .release = nullptr};
 }
 
 // Everything but the tiles for pairs is the same for all instruction sets.
@@ -170,7 +176,6 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, Tile
       .name = name,
       .bf16_pairs = bf16_pairs,
       .tile_bf16 = kernel_of(tile_bf16, tile_i8),
-      .tile_bf16_chained = kernel_of(tile_bf16, tile_i8),
       .tile_f32 = kernel_of(by_rows<TileF32, kRows>, nullptr),
       .store = store_rows,
       .store_scaled = store_scaled,

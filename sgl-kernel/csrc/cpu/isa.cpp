@@ -11,7 +11,7 @@ namespace sgl_batch {
 namespace {
 
 #if defined(__x86_64__)
-// AVX512-BF16 with a tile of its own for bf16 weights. Attention keeps the chained one: its k comes in parts.
+// AVX512-BF16 with a tile of its own for bf16 weights.
 const Isa& amx_bf16() {
   static const Isa composed = [] {
     Isa isa = kAvx512Bf16;

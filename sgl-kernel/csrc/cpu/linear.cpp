@@ -110,9 +110,9 @@ class Linear {
           const int m = tiles.size(tile);
           // The sums of one tile alone stay in one place.
           float* result = results + (parts.count > 1 ? row * kPanel : 0);
-          const Ahead ahead = tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k));
+          const Ahead ahead = tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k), tile_steps(w.dtype, k));
           ready.tile({rows + layout.at(row, k), layout.row, ready.from(k), parts.length(part), m, result, kPanel, part > 0,
-                      ahead.after(tile_steps(w.dtype, k)), layout.block});
+                      ahead, layout.block});
           if (part + 1 < parts.count) continue;
           w.scale(panel, isa_, result, kPanel, m);
           store(task.head, panel, begin + row, m, result);

@@ -12,7 +12,6 @@
 namespace sgl_batch {
 
 constexpr int64_t kTilesPerBlock = 8;  // rows that share one pass over a panel: they stay in the L2 cache
-constexpr int64_t kMostTilesPerBlock = 16;  // where rows come by blocks
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kPanelTasksPerThread = 16;    // of tasks that go through panels: each looks ahead to the next one's
 constexpr int64_t kPanelBytesPerTask = 256 << 10;  // with a block of rows they stay in the L2 cache
@@ -37,8 +36,8 @@ constexpr int64_t kFewRows = 4;
 inline int64_t rows_per_block(const TileKernel& kernel, int64_t row_bytes) {
   const int64_t least = kTilesPerBlock * kernel.max_rows;
   if (!kernel.row_blocks) return least;
-  constexpr int64_t kBytes = 1 << 20;
-  return std::clamp<int64_t>(kBytes / row_bytes / kernel.max_rows * kernel.max_rows, least / 2, kMostTilesPerBlock * kernel.max_rows);
+  constexpr int64_t kBytes = 512 << 10;  // beside the next block's rows and the sums in the L2 cache
+  return std::clamp<int64_t>(kBytes / row_bytes / kernel.max_rows * kernel.max_rows, least / 2, 2 * least);
 }
 
 // How rows lie: from one row to the next, and from kBlockK numbers of a row to the next ones.
@@ -75,10 +74,11 @@ struct Tiles {
   KParts parts(int64_t k, const TileKernel& kernel) const { return {k, count > 2 ? kernel.best_k : kAnyK}; }
   int size(int64_t tile) const { return static_cast<int>(at(tile + 1) - at(tile)); }
 
-  // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow: together the tiles bring them all.
-  Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps) const {
+  // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow from the step `first` on: together the
+  // tiles bring them all.
+  Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps, int64_t first = 0) const {
     const int64_t step = divide_up(bytes, steps * count);
-    const char* share = static_cast<const char*>(from) + tile * step * steps;
+    const char* share = static_cast<const char*>(from) + (tile * steps + first) * step;
     if (rows <= kFewRows && step == 2 * kLineBytes) return {share, step, share, step};
     return {share, step};
   }

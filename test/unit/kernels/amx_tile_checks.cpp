@@ -24,7 +24,6 @@ constinit const Isa kAvx512Bf16{
     .name = "widening alone",
     .bf16_pairs = true,
     .tile_bf16 = {},
-    .tile_bf16_chained = {},
     .tile_f32 = {},
     .store = nullptr,
     .silu_mul = nullptr,
