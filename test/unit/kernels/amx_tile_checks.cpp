@@ -10,6 +10,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "amx_emulation.h"
@@ -164,6 +165,30 @@ void check_case(const Case& given) {
     }
 }
 
+// The same rows by blocks of k, first over k below `cut`, then over the rest. Between blocks lie NaN.
+std::vector<float> multiply_by_blocks(const Case& given, int m, int64_t cut) {
+  const int64_t bytes = 2 * kBlockK, blocks = (given.k + kBlockK - 1) / kBlockK, block = m * bytes + 24;
+  const Guarded rows(static_cast<size_t>((blocks - 1) * block + m * bytes));
+  for (int row = 0; row < m; ++row)
+    for (int64_t k = 0; k < given.k; ++k)
+      memcpy(rows.data() + k / kBlockK * block + row * bytes + 2 * (k % kBlockK), given.a.data() + row * given.stride + 2 * k, 2);
+  std::vector<float> c(given.begin.begin(), given.begin.begin() + m * kPanel);
+  for (const auto& [from, to] : {std::pair<int64_t, int64_t>{0, cut}, {cut, given.k}})
+    kAmxBf16Tile.run({rows.data() + from / kBlockK * block, bytes, given.panel.data() + 2 * from * kPanel, to - from, m, c.data(),
+                      kPanel, given.add || from > 0, {given.panel.data(), 7}, block});
+  return c;
+}
+
+void check_blocks(const Case& given) {
+  for (int64_t cut = kBlockK; cut < given.k; cut += kBlockK)
+    for (const int m : {1, 15, 17, kRows}) {
+      const auto whole = multiply(given, 0, m), found = multiply_by_blocks(given, m, cut);
+      bool own = true;
+      for (int row = 0; row < m; ++row) own = own && same(&whole[row * kCStride], &found[row * kPanel]);
+      expect(own, given.name() + ", " + std::to_string(m) + " rows, cut at " + std::to_string(cut) + ": the bits of the whole");
+    }
+}
+
 void check_int8(int64_t k) {
   const Case whole(k, 0, true, Weights::kWhole), given(k, 0, true, Weights::kI8);
   check_case(given);
@@ -265,6 +290,8 @@ int main(int argc, char** argv) {
       for (const int64_t gap : {0, 6}) check_case(Case(k, gap, add));
     check_int8(k);
   }
+  for (const int64_t k : {34, 96, 130})
+    for (const bool add : {false, true}) check_blocks(Case(k, 6, add));
   check_configuration();
   check_threads();
   return failures == 0 ? 0 : 1;
