@@ -23,6 +23,7 @@ class ScriptedEngine:
     """Implements LineEngine. Its answers depend on the request alone; the script may wait, refuse or kill it.
 
     `generates`: tokens that it has of each answer, before it waits; `resumed` are the tokens with which lines came.
+    `died_with` are the prompts that were in flight when it was killed.
     """
 
     served_model_names = ("tiny",)
@@ -36,6 +37,7 @@ class ScriptedEngine:
         self.prompts: list[str] = []
         self.in_flight: list[str] = []
         self.in_flight_at: list[frozenset[str]] = []
+        self.died_with: frozenset[str] = frozenset()
         self.death = asyncio.Event()
         self._code: str | None = None
         self._script = script
@@ -63,7 +65,9 @@ class ScriptedEngine:
 
     def kill(self, code: str | None = None) -> None:
         """Every line in flight, and every later one, gets EngineError."""
-        self._code = code
+        if not self.death.is_set():
+            self._code = code
+            self.died_with = frozenset(self.in_flight)
         self.death.set()
 
     async def _unless_dead(self, body: Mapping[str, object]) -> LineResponse:

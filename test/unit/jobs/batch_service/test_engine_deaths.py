@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from running_service import create, line, lines, result_lines, service_in, until
@@ -44,14 +45,11 @@ def test_a_line_that_kills_engines_gets_an_error_and_its_neighbours_complete(tmp
             assert (error["custom_id"], error["response"]["status_code"]) == ("poison", 500)
             assert error["response"]["body"]["error"]["code"] == "engine_crashed"
             assert service.snapshot().counters["engine_deaths"] == len(source.engines) - 1
-        met = [engine for engine in source.engines if "poison" in engine.prompts]
-        assert met[-1].in_flight_at[met[-1].prompts.index("poison")] == {"poison"}
+        suspects = [len(engine.died_with) for engine in source.engines if "poison" in engine.prompts]
         # Each death halves the suspects until they are few. Then lines run alone, and two engines die of this one.
-        expected, suspected = 1, number
-        while suspected > 16:
-            suspected = (suspected + 1) // 2
-            expected += 1
-        assert len(met) == expected + 2
+        assert suspects[-2:] == [1, 1]
+        for before, after in pairwise(suspects[:-1]):
+            assert after <= (before + 1) // 2 if before > 16 else after == 1
 
     asyncio.run(scenario())
 
