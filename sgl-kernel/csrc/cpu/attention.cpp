@@ -41,7 +41,8 @@ struct Rows {
   int64_t head, token, query_head;
   int count;
   char* queries;
-  float* state;
+  float* maxima;
+  float* weight_sums;
   float* sums;
 };
 
@@ -81,7 +82,8 @@ class Attention {
     const int64_t rows = tokens_per_block_ * group_;
     queries_at_ = one.take(static_cast<size_t>(rows * c_.dim) * 4);
     sums_at_ = one.take(static_cast<size_t>(rows * padded_dim_) * 4);
-    state_at_ = one.take(static_cast<size_t>(rows) * 2 * 4);
+    maxima_at_ = one.take(static_cast<size_t>(rows + kSoftmaxRoom) * 4);
+    weight_sums_at_ = one.take(static_cast<size_t>(rows + kSoftmaxRoom) * 4);
     scores_at_ = one.take(static_cast<size_t>(tile_.max_rows * score_stride_) * 4);
     weights_at_ = one.take(static_cast<size_t>(tile_.max_rows * score_stride_) * 4);
     spare_at_ = one.take(static_cast<size_t>(kPanel * std::max(c_.dim, c_.page)) * 4);
@@ -247,7 +249,8 @@ class Attention {
           const int64_t row = tiles.at(tile), place = is_one ? 0 : head * rows + row;
           Rows own = rows_of(block, block.head + head, row, tiles.size(tile));
           own.queries = scratch + queries_at_ + place * query_bytes();
-          own.state = reinterpret_cast<float*>(scratch + state_at_) + 2 * place;
+          own.maxima = reinterpret_cast<float*>(scratch + maxima_at_) + place;
+          own.weight_sums = reinterpret_cast<float*>(scratch + weight_sums_at_) + place;
           own.sums = reinterpret_cast<float*>(scratch + sums_at_) + place * padded_dim_;
           if (first == start) {
             begin(own);
@@ -277,7 +280,8 @@ class Attention {
   int64_t weight_bytes() const { return score_stride_ * static_cast<int64_t>(size_of(row_dtype_)); }
 
   Rows rows_of(const Block& block, int64_t head, int64_t row, int64_t count) const {
-    return {&block, head, block.begin + row / group_, row % group_, static_cast<int>(count), nullptr, nullptr, nullptr};
+    return {&block, head, block.begin + row / group_, row % group_, static_cast<int>(count), nullptr, nullptr, nullptr,
+            nullptr};
   }
 
   // Calls each(token, first, last) for the tokens to which rows belong, and those rows of theirs, counted from the first one.
@@ -318,9 +322,9 @@ class Attention {
     for (int64_t at = 0; at < own.count; ++at) {
       // The running maximum is of scores before they are scaled.
       const bool sinks = c_.sinks != nullptr;
-      own.state[2 * at] = sinks ? c_.sinks[own.head * group_ + (own.query_head + at) % group_] / c_.scaling
-                                : -std::numeric_limits<float>::infinity();
-      own.state[2 * at + 1] = sinks ? 1.0f : 0.0f;
+      own.maxima[at] = sinks ? c_.sinks[own.head * group_ + (own.query_head + at) % group_] / c_.scaling
+                             : -std::numeric_limits<float>::infinity();
+      own.weight_sums[at] = sinks ? 1.0f : 0.0f;
     }
   }
 
@@ -350,8 +354,8 @@ class Attention {
       std::fill(from + first, from + last, std::clamp<int64_t>(first_seen(block, token) - chunk.first, 0, chunk_));
       std::fill(seen + first, seen + last, std::clamp<int64_t>(seen_by(block, token) - chunk.first, 0, chunk_));
     });
-    isa_.softmax_step({own.count, scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling, own.state, row_dtype_,
-                       weights, own.sums, padded_dim_});
+    isa_.softmax_step({own.count, scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling, own.maxima,
+                       own.weight_sums, row_dtype_, weights, own.sums, padded_dim_});
     call.a_stride = weight_bytes();
     call.c_stride = padded_dim_;
     const int64_t step = blocks_cross_pages_ ? kBlockK : part_;
@@ -400,7 +404,7 @@ class Attention {
     by_token(own, [&](int64_t token, int64_t first, int64_t last) {
       char* out = out_at(own, token, first);
       for (int64_t at = first; at < last; ++at, out += c_.dim * static_cast<int64_t>(element()))
-        isa_.store_scaled(own.sums + at * padded_dim_, 1.0f / own.state[2 * at + 1], c_.dim, c_.dtype, out);
+        isa_.store_scaled(own.sums + at * padded_dim_, 1.0f / own.weight_sums[at], c_.dim, c_.dtype, out);
     });
   }
 
@@ -415,7 +419,8 @@ class Attention {
   const int64_t chunk_, part_;  // tokens of a step of the softmax, and those of them that lie in one page
   const int64_t score_stride_, padded_dim_;
   std::vector<Block> blocks_;
-  size_t queries_at_ = 0, sums_at_ = 0, state_at_ = 0, scores_at_ = 0, weights_at_ = 0, spare_at_ = 0, block_at_ = 0;
+  size_t queries_at_ = 0, sums_at_ = 0, maxima_at_ = 0, weight_sums_at_ = 0, scores_at_ = 0, weights_at_ = 0;
+  size_t spare_at_ = 0, block_at_ = 0;
 };
 
 }  // namespace

@@ -82,6 +82,18 @@ inline VecF exp2_within(VecF x) {
   return (VecF)((VecU)p + ((VecU)shifted << 23));
 }
 
+// The same within 3e-6 of it, for numbers that are rounded to bf16.
+inline VecF exp2_coarse(VecF x) {
+  const VecF shifted = x + 12582912.0f;
+  const VecF f = x - (shifted - 12582912.0f);
+  VecF p = splat(9.582853095e-3f);
+  p = p * f + 5.590642460e-2f;
+  p = p * f + 2.402409861e-1f;
+  p = p * f + 6.931241934e-1f;
+  p = p * f + 1.0f;
+  return (VecF)((VecU)p + ((VecU)shifted << 23));
+}
+
 constexpr float kLeastExponent = -126.0f;
 
 // The same for any x, clamped to that.
@@ -235,13 +247,15 @@ inline VecF largest_seen(float* scores, int64_t first, int64_t valid, int64_t wi
 }
 
 // Weights of a row's scores, of which from `whole` on those of kUnseen get none; returns their sum, by lane.
-inline VecF weigh(const float* scores, int64_t whole, int64_t width, float maximum, float factor, DType dtype, void* weights) {
+template <DType kTo>
+inline VecF weigh(const float* scores, int64_t whole, int64_t width, float maximum, float factor, void* weights) {
   VecF sum = {};
   const auto one = [&](int64_t i, bool is_whole) __attribute__((always_inline)) {
-    const VecF score = load(scores + i), weight = exp2_within(larger((score - maximum) * factor, splat(kLeastExponent)));
+    const VecF score = load(scores + i), exponent = larger((score - maximum) * factor, splat(kLeastExponent));
+    const VecF weight = kTo == DType::kF32 ? exp2_within(exponent) : exp2_coarse(exponent);
     const VecF counted = is_whole ? weight : score <= kUnseen ? VecF{} : weight;  // NaN stays NaN
     sum += counted;
-    put(weights, static_cast<int>(i), counted, dtype);
+    put(weights, static_cast<int>(i), counted, kTo);
   };
   int64_t i = 0;
   for (; i < whole; i += kLanes) one(i, true);
@@ -250,44 +264,42 @@ inline VecF weigh(const float* scores, int64_t whole, int64_t width, float maxim
 }
 
 // The same for at most kLanes rows.
+template <DType kTo>
 inline void softmax_rows(const SoftmaxRows& r) {
   const float factor = r.scaling * kLog2E;
   VecF lanes[kLanes];
+  int32_t seeing = 0;  // a bit for each row
   for (int i = 0; i < kLanes; ++i) {
     const bool sees = i < r.rows && r.first[i] < r.valid[i];
     lanes[i] = sees ? largest_seen(r.scores + i * r.stride, r.first[i], r.valid[i], r.width) : splat(kUnseen);
+    seeing |= sees << i;
   }
-  float maxima[kLanes], shrunk[kLanes], added[kLanes];
-  store(maxima, join_rows(lanes, larger));
-  for (int i = 0; i < kLanes; ++i) shrunk[i] = 0.0f;
-  for (int i = 0; i < r.rows; ++i) {
-    const float before = r.state[2 * i];
-    maxima[i] = maxima[i] > before ? maxima[i] : before;
-    shrunk[i] = (before - maxima[i]) * factor;
-  }
-  store(shrunk, exp2_clamped(load(shrunk)));
+  const VecI sees = (seeing >> lane_numbers() & 1) != 0;
+  const VecF before = load(r.maxima), sum_before = load(r.weight_sums);
+  const VecF largest = larger(before, join_rows(lanes, larger));
+  const VecF shrunk = exp2_clamped((before - largest) * factor), one = splat(1.0f);
+  const VecF kept = sees & (sum_before != 0.0f) ? shrunk : one;
+  float maxima[kLanes], keeps[kLanes];
+  store(maxima, largest);
+  store(keeps, kept);
   for (int i = 0; i < kLanes; ++i) {
     lanes[i] = VecF{};
     if (i >= r.rows) continue;
-    char* weights = static_cast<char*>(r.weights) + i * r.stride * static_cast<int64_t>(size_of(r.dtype));
+    char* weights = static_cast<char*>(r.weights) + i * r.stride * static_cast<int64_t>(size_of(kTo));
     if (r.first[i] < r.valid[i])
-      lanes[i] = weigh(r.scores + i * r.stride, whole_vectors(r.first[i], r.valid[i]), r.width, maxima[i], factor, r.dtype,
-                       weights);
+      lanes[i] = weigh<kTo>(r.scores + i * r.stride, whole_vectors(r.first[i], r.valid[i]), r.width, maxima[i], factor, weights);
     else
-      for (int64_t column = 0; column < r.width; column += kLanes) put(weights, static_cast<int>(column), VecF{}, r.dtype);
+      for (int64_t column = 0; column < r.width; column += kLanes) put(weights, static_cast<int>(column), VecF{}, kTo);
   }
-  store(added, join_rows(lanes, [](VecF a, VecF b) { return a + b; }));
+  const VecF added = join_rows(lanes, [](VecF a, VecF b) { return a + b; });
+  VecF carried = sum_before * kept;
+  asm("" : "+m"(carried));  // rounded before the sum: the compiler would make one multiply-add of both
+  store(r.maxima, sees ? largest : before);
+  store(r.weight_sums, sees ? carried + added : sum_before);
   for (int i = 0; i < r.rows; ++i) {
-    if (r.first[i] >= r.valid[i]) continue;
-    float* state = r.state + 2 * i;
-    const float kept = state[1] == 0.0f ? 1.0f : shrunk[i];
-    state[0] = maxima[i];
-    float carried = state[1] * kept;
-    asm("" : "+m"(carried));  // rounded before the sum: the compiler would make one multiply-add of both
-    state[1] = carried + added[i];
-    if (kept == 1.0f) continue;
+    if (keeps[i] == 1.0f) continue;
     float* sums = r.sums + i * r.sums_stride;
-    for (int64_t column = 0; column < r.sums_stride; column += kLanes) store(sums + column, load(sums + column) * kept);
+    for (int64_t column = 0; column < r.sums_stride; column += kLanes) store(sums + column, load(sums + column) * keeps[i]);
   }
 }
 
@@ -298,10 +310,11 @@ inline void softmax_rows(const SoftmaxRows& r) {
     some.scores = r.scores + row * r.stride;
     some.first = r.first + row;
     some.valid = r.valid + row;
-    some.state = r.state + 2 * row;
+    some.maxima = r.maxima + row;
+    some.weight_sums = r.weight_sums + row;
     some.weights = static_cast<char*>(r.weights) + row * r.stride * static_cast<int64_t>(size_of(r.dtype));
     some.sums = r.sums + row * r.sums_stride;
-    softmax_rows(some);
+    r.dtype == DType::kF32 ? softmax_rows<DType::kF32>(some) : softmax_rows<DType::kBf16>(some);
   }
 }
 
