@@ -138,7 +138,6 @@ def test_in_an_exclusive_store_sequences_that_have_outgrown_the_device_wait(
 @pytest.mark.parametrize(
     ("admission", "moving", "store"),
     [
-        ("two-page", {"migration": "always"}, {}),
         ("forecast", {"on_refill": ROTATE, "on_long_tail": ROTATE}, {}),
         ("two-page", {"migration": "always"}, {"kv_store_mode": "exclusive", "kv_store_bytes": 2 * RANK_PAGES * 16384}),
         (
@@ -147,7 +146,7 @@ def test_in_an_exclusive_store_sequences_that_have_outgrown_the_device_wait(
             {"kv_store_mode": "inclusive", "kv_store_bytes": 80 * 16384},
         ),
     ],
-    ids=["file", "file, callbacks", "exclusive store", "inclusive store, callbacks"],
+    ids=["file, callbacks", "exclusive store", "inclusive store, callbacks"],
 )
 def test_two_ranks_give_the_tokens_of_one_that_reserves_all(
     admission: str,

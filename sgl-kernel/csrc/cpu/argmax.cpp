@@ -1,5 +1,6 @@
 // Owns where the largest number of each row is: the greedy choice of a token.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>

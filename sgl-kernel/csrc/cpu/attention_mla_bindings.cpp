@@ -1,5 +1,6 @@
 // Owns the operators of latent attention as torch sees them: shapes and number types are checked here.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "attention_mla.h"

@@ -1,5 +1,7 @@
 // Owns the operators in int8 as torch sees them: shapes and number types are checked here, nothing is computed.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <optional>

@@ -1,5 +1,7 @@
 // Owns the operators of the exchange between ranks as torch sees them; nothing is computed here.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
 #include <stdexcept>

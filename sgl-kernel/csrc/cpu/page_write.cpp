@@ -1,5 +1,5 @@
 // Owns writing new keys and values into pages in the packed order that attention reads.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 #include <algorithm>

@@ -2,7 +2,7 @@
 // Between two calls of a pass over few rows, an interpreter takes longer than some of the calls themselves.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <chrono>
 #include <functional>

@@ -1,7 +1,7 @@
 // Owns what every operator asks of its tensors, with messages that say what was given.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 

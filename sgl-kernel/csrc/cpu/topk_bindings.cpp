@@ -1,5 +1,6 @@
 // Owns the choice of experts as torch sees it: shapes and number types are checked here.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <optional>

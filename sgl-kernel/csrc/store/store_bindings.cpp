@@ -2,7 +2,10 @@
 // GCC 12 takes the reference counts in torch's own headers for memory of no size.
 #pragma GCC diagnostic ignored "-Wstringop-overflow"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 

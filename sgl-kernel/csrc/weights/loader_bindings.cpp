@@ -2,7 +2,8 @@
 // GCC 12 takes the reference counts in torch's own headers for memory of no size.
 #pragma GCC diagnostic ignored "-Wstringop-overflow"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 

@@ -35,7 +35,7 @@ def run(scenario: Scenario, migration: Migration, **growth) -> tuple[Log, Virtua
 
 @pytest.mark.parametrize("migration", Migration)
 def test_no_block_is_leased_twice_and_every_sequence_finishes(migration):
-    logs = [run(tight(seed), migration)[0] for seed in range(40)]
+    logs = [run(tight(seed), migration)[0] for seed in range(15)]
     assert any(log.moved for log in logs) is (migration not in (Migration.NEVER, Migration.PARTITION))
     assert any(log.stayed for log in logs) is (migration not in (Migration.NEVER, Migration.PARTITION))
     assert any(log.partitions for log in logs) is (migration is Migration.PARTITION)
@@ -45,7 +45,7 @@ def test_no_block_is_leased_twice_and_every_sequence_finishes(migration):
 @pytest.mark.parametrize("migration", Migration)
 def test_no_block_is_leased_twice_where_reservations_grow(migration, admission):
     suspended = 0
-    for seed in range(12):
+    for seed in range(5):
         scenario = outgrowing(seed)
         scenario = dataclasses.replace(scenario, pages=scenario.pages * 2 // 3)
         _, ranks = run(scenario, migration, admission=admission)
