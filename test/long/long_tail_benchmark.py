@@ -1,4 +1,7 @@
-"""The benchmark of the last sequences with real engines: two at once, ranks that partition, and a record that grows."""
+"""The benchmark of the last sequences with real engines: two at once, ranks that partition, and a record that grows.
+
+pytest test/long/long_tail_benchmark.py
+"""
 
 from __future__ import annotations
 

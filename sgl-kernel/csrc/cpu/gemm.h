@@ -104,13 +104,14 @@ using WidenFn = void (*)(const int8_t* from, int64_t count, uint16_t* to);
 // Rows of kPanel f32, `c_stride` apart, times `scales`, column by column.
 using ScaleColumnsFn = void (*)(float* c, int64_t c_stride, int rows, const float* scales);
 
+constexpr int kSoftmaxRoom = 15;  // numbers beyond those of the rows, for whole vectors
+
 // The step of a softmax over blocks for some rows, at most kMaxRows. Of `width` scores (a multiple of kPanel) of row i
 // those in [first[i], valid[i]) count; their weights exp(scaling * (score - maximum)), zero for the others, go to `weights`
 // in the given number type; f32 weights may lie in the place of the scores. Rows of scores and weights are `stride` numbers
 // apart. maxima and weight_sums hold each row's running maximum of scores and sum of weights, with room for kSoftmaxRoom more,
 // which keep what they hold; scaling is above 0. What was added up before, rows of `sums_stride` numbers, shrinks to the new
 // maximum.
-constexpr int kSoftmaxRoom = 15;
 struct SoftmaxRows {
   int rows;
   float* scores;
