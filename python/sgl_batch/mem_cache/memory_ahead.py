@@ -31,7 +31,7 @@ def populate(memory: torch.Tensor) -> bool:
     return advise(memory, _POPULATE_WRITE)
 
 
-def most_bytes_ahead(free: int, *, num_ranks: int, page_bytes: int, most_pages: int) -> int:
+def most_bytes_ahead(free: int, *, num_ranks: int, page_bytes: int, most_pages: int, weight_bytes: int) -> int:
     """Return how many bytes of KV a rank may take ahead.
 
     Args:
@@ -39,8 +39,10 @@ def most_bytes_ahead(free: int, *, num_ranks: int, page_bytes: int, most_pages: 
         num_ranks: ranks on this machine.
         page_bytes: bytes of a page in all layers.
         most_pages: the most pages that the largest running batch can need.
+        weight_bytes: of the rank's weights. What may never be used is kept in proportion to them: an engine of a small
+            model would spend its first seconds on memory for pages that its few requests never reach.
     """
-    return min(free // _SHARE_OF_FREE // num_ranks, page_bytes * most_pages)
+    return min(free // _SHARE_OF_FREE // num_ranks, page_bytes * most_pages, weight_bytes)
 
 
 class MemoryAhead:

@@ -25,6 +25,7 @@ from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.column_split import ColumnSplit
 from sgl_batch.layers.moe.split_experts import SplitExperts
 from sgl_batch.layers.moe.token_dispatcher import create_token_dispatcher
+from sgl_batch.mem_cache.device_page_pool import lazy_zeros
 from sgl_batch.mem_cache.page_allocator import PageAllocator
 from sgl_batch.memory.gpu_memory import read_gpu
 from sgl_batch.memory.huge_pages import huge_parameters
@@ -57,6 +58,7 @@ from sgl_batch.sglang_adapter.forward import (
     graphs_wanted,
 )
 from sgl_batch.sglang_adapter.gpu_pools import use_our_pools
+from sgl_batch.sglang_adapter.input_buffers import large_input_buffers_made_by
 from sgl_batch.sglang_adapter.layers import expert_layers
 from sgl_batch.sglang_adapter.memory import kv_token_bytes, set_kv_bytes
 from sgl_batch.sglang_adapter.model_forms import models_as_configured
@@ -303,6 +305,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             hidden_size=self.model_config.hidden_size,
             dtype=self.model_config.dtype,
         )
+
+    def init_cuda_graphs(self, *args: object, **kwargs: object) -> None:
+        """Make SGLang's runners of passes and graphs. On a CPU their buffers take memory as they are written."""
+        with large_input_buffers_made_by(lazy_zeros) if self.device == "cpu" else nullcontext():
+            super().init_cuda_graphs(*args, **kwargs)
 
     def init_routed_experts_capturer(self) -> None:
         """Keep the choice of experts by sequence, for the requests that ask for it."""

@@ -27,6 +27,7 @@ def kv_ahead(runner: BatchModelRunner, context: RunContext, *, free: Callable[[]
         num_ranks=1 if context.rank_context is None else context.rank_context.topology.num_ranks,
         page_bytes=page_size * runner.kv_token_bytes,
         most_pages=runner.max_running_requests * pages_for(runner.model_config.context_len, page_size),
+        weight_bytes=runner.weight_bytes,
     )
     parts = [part for layer in range(pool.layer_num) for part in pool.page_parts(layer)]
     return MemoryAhead(parts, most_bytes, logs=context.config.trace.log_startup)

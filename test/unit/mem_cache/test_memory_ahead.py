@@ -135,10 +135,16 @@ def test_the_pages_of_every_pool_can_be_taken(latent):
 
 
 def test_ranks_share_a_sixteenth_of_the_free_memory():
-    free = 32 << 30
-    assert most_bytes_ahead(free, num_ranks=1, page_bytes=1 << 20, most_pages=1 << 20) == 2 << 30
-    assert most_bytes_ahead(free, num_ranks=4, page_bytes=1 << 20, most_pages=1 << 20) == 512 << 20
+    needs = {"page_bytes": 1 << 20, "most_pages": 1 << 20, "weight_bytes": 1 << 40}
+    assert most_bytes_ahead(32 << 30, num_ranks=1, **needs) == 2 << 30
+    assert most_bytes_ahead(32 << 30, num_ranks=4, **needs) == 512 << 20
 
 
 def test_no_more_is_taken_than_the_largest_batch_needs():
-    assert most_bytes_ahead(32 << 30, num_ranks=1, page_bytes=1 << 20, most_pages=100) == 100 << 20
+    assert (
+        most_bytes_ahead(32 << 30, num_ranks=1, page_bytes=1 << 20, most_pages=100, weight_bytes=1 << 40) == 100 << 20
+    )
+
+
+def test_no_more_is_taken_than_weights_take():
+    assert most_bytes_ahead(32 << 30, num_ranks=1, page_bytes=1 << 20, most_pages=100, weight_bytes=7 << 20) == 7 << 20

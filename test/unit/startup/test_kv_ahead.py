@@ -26,13 +26,14 @@ def _nothing_is_taken(monkeypatch):
     monkeypatch.setattr(memory_ahead, "advise", lambda *_: True)
 
 
-def runner(*, pool: Any = None, running: int = 512, context_len: int = 4096) -> Any:
+def runner(*, pool: Any = None, running: int = 512, context_len: int = 4096, weight_bytes: int = 1 << 40) -> Any:
     return SimpleNamespace(
         token_to_kv_pool=pool or DevicePagePool(1 << 16, PAGE_SIZE, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False),
         server_args=SimpleNamespace(page_size=PAGE_SIZE),
         model_config=SimpleNamespace(context_len=context_len),
         kv_token_bytes=TOKEN_BYTES,
         max_running_requests=running,
+        weight_bytes=weight_bytes,
     )
 
 
@@ -54,6 +55,10 @@ def test_it_is_at_most_a_sixteenth_of_the_free_memory(tmp_path):
 def test_it_is_at_most_what_the_largest_batch_needs(tmp_path):
     need = 4 * 1024 * TOKEN_BYTES
     assert need - HUGE < taken(runner(running=4, context_len=1000), tmp_path) <= need
+
+
+def test_it_is_at_most_what_the_weights_take(tmp_path):
+    assert taken(runner(weight_bytes=5 * HUGE), tmp_path) == 5 * HUGE
 
 
 def test_it_is_at_most_the_pool(tmp_path):
