@@ -26,7 +26,7 @@ MakeZeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 @contextmanager
 def large_input_buffers_made_by(make_zeros: MakeZeros) -> Iterator[None]:
-    """Make buffers of zeros of 2 MiB or more with `make_zeros(shape, dtype)` inside. Graphs of a GPU do not share these."""
+    """Make buffers of zeros of 2 MiB or more with `make_zeros(shape, dtype)` inside. GPU graphs do not share these."""
     register = CudaGraphBufferRegistry.register_slot
 
     def register_slot(self: Any, slot: Any, bind: torch.Tensor | None = None) -> Any:
