@@ -64,7 +64,7 @@ def load(spec: Mapping[str, Any]) -> BatchModelRunner:
 
 
 def samples(spec: Mapping[str, Any]) -> Iterator[PassSample]:
-    """Measure the grid round by round until the time is up.
+    """Measure the grid round by round until the time is up, and prefill and decode of each kind of layer once at least.
 
     Small decode groups run with one layer as well as with all of a kind: what a pass takes once is the same for all
     sizes.
@@ -78,12 +78,17 @@ def samples(spec: Mapping[str, Any]) -> Iterator[PassSample]:
         pool_tokens=min(spec["pool_tokens"], runner.max_total_num_tokens) - spec["most_rows"] * 2,
         context=spec["context"],
     )
+    missing = {(kind, size.decode) for kind in spec["layers"] for size in grid}
     for size in itertools.cycle(grid):
         for kind, layers in spec["layers"].items():
             alone = size.decode and size.rows <= _MOST_ROWS_ALONE and len(layers) > 1
             for some in (layers[:1], layers) if alone else (layers,):
                 if time.perf_counter() > ends:
-                    return
+                    if not missing:
+                        return
+                    if (kind, size.decode) not in missing:
+                        continue
+                missing.discard((kind, size.decode))
                 yield trial.measure(size, kind, some)
 
 
