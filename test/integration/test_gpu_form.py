@@ -27,21 +27,21 @@ from bringup.prompts import Requests, generate, reference_of_engine
 from bringup.tokens import NEAR_TIE, Reference, compare
 from tiny_models.random_models import make_random_model
 
-# Some prompts begin alike, end inside a page or at its end, or are cut by sub-batches of 40 rows.
-LENGTHS = (5, 47, 64, 75)
+# Some prompts begin alike, end inside a page or at its end, or are cut by sub-batches of 20 rows.
+LENGTHS = (5, 27, 32, 43)
 TOKENS = 5
 SAMPLED = {"temperature": 0.9, "max_new_tokens": 3, "ignore_eos": True, "n": 3, "sampling_seed": 11}
 ON_GPU = torch.cuda.is_available()
 DTYPES = ("bfloat16", "float16") if ON_GPU else ("float32",)
 SETTINGS: dict[str, Any] = {
     "page_size": 16,
-    "b_moe_prefill": 120,
-    "b_attn_prefill": 40,
+    "b_moe_prefill": 60,
+    "b_attn_prefill": 20,
     "b_moe_decode": 4,
     "b_attn_decode": 3,
     "boundary_tokens": 4,
 }
-STORE = {"kv_store_bytes": 64 << 20, "max_total_tokens": 160}
+STORE = {"kv_store_bytes": 64 << 20, "max_total_tokens": 112}
 # A GPU's engine chooses its runner itself.
 TRITON_EXPERTS = {} if ON_GPU else {"expert_runner": "triton"}
 FORMS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ class Expected:
 def requests(prompts: Any) -> Requests:
     source = max(prompts.input_ids, key=len)
     ids = [source[7 * index :][:length] for index, length in enumerate(LENGTHS)]
-    ids[3][:64] = ids[2]
+    ids[3][:32] = ids[2]
     return Requests(ids, [TOKENS] * len(ids))
 
 

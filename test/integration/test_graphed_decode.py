@@ -18,7 +18,7 @@ from sgl_batch.engine.process_spec import ProcessSpec
 from .interpreter import TRITON, interpret_triton
 
 # Seven sequences make a full sub-batch of four and one of three, which is padded. Later five run, without padding.
-LENGTHS = (5, 47, 20, 33, 9, 3, 16)
+LENGTHS = (5, 21, 16, 18, 9, 3, 12)
 TOKENS = (8, 8, 8, 8, 8, 5, 5)
 SETTINGS: dict[str, Any] = {
     "device": "cpu",

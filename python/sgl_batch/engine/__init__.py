@@ -16,7 +16,10 @@ def __getattr__(name: str) -> Any:
         from sgl_batch.engine.head_start import begin_fork_server_early
 
         begin_fork_server_early()
-        from sgl_batch.engine.engine import Engine
+        from sgl_batch.sglang_adapter.bootstrap import collector_paused
+
+        with collector_paused():
+            from sgl_batch.engine.engine import Engine
 
         return Engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

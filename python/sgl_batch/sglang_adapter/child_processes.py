@@ -79,8 +79,8 @@ def template(device: str | None) -> Iterator[bool]:
         on_cpu = device == "cpu" or not torch.cuda.is_available()
         if on_cpu:
             yield True
-            # Imported objects stay. The collector would write to every object that it visits, and so copy the memory
-            # that is shared with forked children.
+            # Also where the program has switched the collector off for a while: it would write to every object that it
+            # visits, and so copy the memory that is shared with forked children.
             gc.freeze()
     if not on_cpu:
         yield False

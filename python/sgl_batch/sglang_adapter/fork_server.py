@@ -27,7 +27,8 @@ import psutil
 
 from sgl_batch.sglang_adapter.process_title import find_title
 
-# The module that the server imports last.
+# The modules that the server imports first and last.
+_BEFORE_IMPORTS = "sgl_batch.sglang_adapter.fork_server_beginning"
 _AFTER_IMPORTS = "sgl_batch.sglang_adapter.fork_server_process"
 # Variables that change from engine to engine; no library reads them when it is imported.
 _CHANGING = frozenset(
@@ -45,7 +46,7 @@ class _Server:
         self.environment, self.cores = _lasting(environment), os.sched_getaffinity(0)
         self.owner = os.getpid()
         self.server = forkserver.ForkServer()
-        self.server.set_forkserver_preload([*modules, _AFTER_IMPORTS])
+        self.server.set_forkserver_preload([_BEFORE_IMPORTS, *modules, _AFTER_IMPORTS])
 
     def leave(self) -> None:
         """Stop using the server: it ends when its processes have ended."""

@@ -6,3 +6,4 @@ import gc
 
 # The collector would write to every object that it visits, and so copy the memory that is shared with the children.
 gc.freeze()
+gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import subprocess
 import sys
@@ -83,3 +84,46 @@ def test_nothing_is_compiled_while_sglang_is_imported_and_everything_afterwards(
         assert twice is torch.compile(twice)
         assert twice(3) == 6
     assert torch.compile is compile_
+
+
+def test_the_collector_leaves_alone_for_good_what_is_there_after_an_import():
+    gc.unfreeze()
+    kept = [object()]
+    with bootstrap.importing(), bootstrap.importing():
+        assert not gc.isenabled()
+        kept.append([kept])
+    assert gc.isenabled()
+    assert not any(one is kept for one in gc.get_objects()), "the collector would look at it"
+
+
+def test_a_collector_that_is_off_stays_off_and_nothing_is_kept_from_it():
+    gc.unfreeze()
+    gc.disable()
+    try:
+        with bootstrap.importing():
+            pass
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def test_the_processes_of_a_fork_server_have_a_collector(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import gc, multiprocessing\n"
+        "from sgl_batch.sglang_adapter import fork_server\n"
+        "def child():\n"
+        "    assert gc.isenabled() and gc.get_freeze_count() > 0\n"
+        "    print('collects')\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('forkserver')\n"
+        "    with fork_server.served_by_fork_server(['json']):\n"
+        "        process = context.Process(target=child)\n"
+        "        process.start()\n"
+        "    process.join()\n"
+        "    assert process.exitcode == 0\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "collects\n"), done.stderr
