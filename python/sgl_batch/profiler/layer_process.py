@@ -83,11 +83,11 @@ def samples(spec: Mapping[str, Any]) -> Iterator[PassSample]:
         for kind, layers in spec["layers"].items():
             alone = size.decode and size.rows <= _MOST_ROWS_ALONE and len(layers) > 1
             for some in (layers[:1], layers) if alone else (layers,):
-                if time.perf_counter() > ends:
-                    if not missing:
-                        return
-                    if (kind, size.decode) not in missing:
-                        continue
+                is_late = time.perf_counter() > ends
+                if is_late and not missing:
+                    return
+                if is_late and (kind, size.decode) not in missing:
+                    continue
                 missing.discard((kind, size.decode))
                 yield trial.measure(size, kind, some)
 

@@ -7,7 +7,6 @@ child has this process's libraries.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import sys
@@ -78,10 +77,9 @@ def template(device: str | None) -> Iterator[bool]:
 
         on_cpu = device == "cpu" or not torch.cuda.is_available()
         if on_cpu:
+            # The collector will leave alone what is imported: it would write to every object that it visits, and so
+            # copy the memory that is shared with forked children.
             yield True
-            # Also where the program has switched the collector off for a while: it would write to every object that it
-            # visits, and so copy the memory that is shared with forked children.
-            gc.freeze()
     if not on_cpu:
         yield False
 

@@ -68,36 +68,24 @@ inline VecF smaller(VecF a, VecF b) {
 #endif
 }
 
-// 2^x for x in [-126, 127], where polynomial(f) is 2^f for f in [-0.5, 0.5].
-template <typename Polynomial>
-inline VecF exp2_by(VecF x, Polynomial polynomial) {
+// 2^x for x in [-126, 127], where the polynomial of these coefficients, the highest power first, is 2^f for f in [-0.5, 0.5].
+template <typename... Coefficients>
+inline VecF exp2_by(VecF x, float highest, Coefficients... others) {
   const VecF shifted = x + 12582912.0f;  // 1.5 * 2^23: the nearest whole number stands in the low bits
   const VecF f = x - (shifted - 12582912.0f);
-  return (VecF)((VecU)polynomial(f) + ((VecU)shifted << 23));
+  VecF p = splat(highest);
+  ((p = p * f + others), ...);
+  return (VecF)((VecU)p + ((VecU)shifted << 23));
 }
 
 // Within two units of the last place; 2^0 is 1.
 inline VecF exp2_within(VecF x) {
-  return exp2_by(x, [](VecF f) {
-    VecF p = splat(1.535335855e-4f);
-    p = p * f + 1.339887567e-3f;
-    p = p * f + 9.618437381e-3f;
-    p = p * f + 5.550332467e-2f;
-    p = p * f + 2.402264791e-1f;
-    p = p * f + 6.931472029e-1f;
-    return p * f + 1.0f;
-  });
+  return exp2_by(x, 1.535335855e-4f, 1.339887567e-3f, 9.618437381e-3f, 5.550332467e-2f, 2.402264791e-1f, 6.931472029e-1f, 1.0f);
 }
 
 // Within 3e-6 of it, for numbers that are rounded to bf16; 2^0 is 1.
 inline VecF exp2_coarse(VecF x) {
-  return exp2_by(x, [](VecF f) {
-    VecF p = splat(9.582853095e-3f);
-    p = p * f + 5.590642460e-2f;
-    p = p * f + 2.402409861e-1f;
-    p = p * f + 6.931241934e-1f;
-    return p * f + 1.0f;
-  });
+  return exp2_by(x, 9.582853095e-3f, 5.590642460e-2f, 2.402409861e-1f, 6.931241934e-1f, 1.0f);
 }
 
 constexpr float kLeastExponent = -126.0f;
