@@ -94,8 +94,12 @@ def test_an_engine_that_does_not_start_leaves_another_engine_of_the_process_runn
     engine = batch_engine("tiny-qwen3-moe")
     before = engine.generate("Return the", REQUEST)["output_ids"]
     children = set(psutil.Process().children(recursive=True))
-    with pytest.raises(ConfigError, match=r"^device_memory is 100.00 MiB, and "):
-        Engine(model_path=model_path("tiny-qwen3-moe"), dtype="float32", device_memory="100M")
+    for refused, message in (
+        ({"device_memory": "100M"}, "^device_memory is 100.00 MiB, and "),
+        ({"cpu_weight_dtype": "lossless12"}, "^cpu_weight_dtype is 'lossless12', .* give --dtype bfloat16"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Engine(model_path=model_path("tiny-qwen3-moe"), dtype="float32", **refused)
     assert set(psutil.Process().children(recursive=True)) <= children
     assert engine.generate("Return the", REQUEST)["output_ids"] == before
 

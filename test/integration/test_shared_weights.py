@@ -16,17 +16,20 @@ from .test_ranks import ranks, share_weights
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize(("family", "dtype"), [(FAMILIES[0], "auto"), (FAMILIES[2], "int8")])
+@pytest.mark.parametrize(
+    ("family", "dtype", "dtype_of_ranks"), [(FAMILIES[0], "auto", "lossless12"), (FAMILIES[2], "int8", "int8")]
+)
 def test_tokens_with_shared_weights_and_after_updates_are_those_of_one_rank(
     family: str,
     dtype: str,
+    dtype_of_ranks: str,
     tmp_path: Path,
     model_path: Callable[[str], str],
     batch_engine: Callable[..., Any],
     prompts: Prompts,
 ) -> None:
-    settings = {"dtype": "bfloat16", "cpu_weight_dtype": dtype}
-    one, two = batch_engine(family, 7, **settings), batch_engine(family, 7, **settings, **ranks(2))
+    one = batch_engine(family, 7, dtype="bfloat16", cpu_weight_dtype=dtype)
+    two = batch_engine(family, 7, dtype="bfloat16", cpu_weight_dtype=dtype_of_ranks, **ranks(2))
     first = generate(one, prompts)
     assert generate(two, prompts) == first
     assert share_weights(two)

@@ -151,6 +151,12 @@ FORMATS: tuple[NumberFormat, ...] = (
         _UNRUN,
     ),
     NumberFormat(
+        "bfloat16, experts read in 12 bits (`--cpu-weight-dtype lossless12`)",
+        ("lossless12",),
+        _WORKS,
+        _refused("for the CPU's kernels"),
+    ),
+    NumberFormat(
         "int8, rounded when loaded (`--cpu-weight-dtype int8`)",
         ("int8",),
         _WORKS,

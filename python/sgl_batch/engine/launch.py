@@ -98,7 +98,7 @@ def default_arguments(
 def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, Any]:
     """Return SGLang's arguments, with our defaults where none was given. Raises ConfigError for what cannot work."""
     check_runner(config.forward.expert_runner, on_cpu=on_cpu(kwargs))
-    _check_weight_dtype(config.forward, on_cpu=on_cpu(kwargs))
+    _check_weight_dtype(config.forward, config.memory, on_cpu=on_cpu(kwargs))
     check_activations(config.forward, config.memory)
     merged = default_arguments(kwargs, config.forward.b_moe_decode, config.forward.b_moe_prefill)
     merged.update({name: value for name, value in kwargs.items() if value is not None or name not in merged})
@@ -167,8 +167,8 @@ def _text(arguments: Mapping[str, object], name: str) -> str | None:
     return None if value is None else str(value)
 
 
-def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
-    """Refuse rounded weights without the native CPU kernels, the only ones that take them. Raises ConfigError."""
+def _check_weight_dtype(forward: ForwardConfig, memory: MemoryConfig, *, on_cpu: bool) -> None:
+    """Refuse rounded or coded weights without the native CPU kernels, which alone take them. Raises ConfigError."""
     if forward.cpu_weight_dtype == "auto":
         return
     asked = f"cpu_weight_dtype is {forward.cpu_weight_dtype!r}"
@@ -178,6 +178,10 @@ def _check_weight_dtype(forward: ForwardConfig, *, on_cpu: bool) -> None:
         raise ConfigError(f"{asked}, and the native kernels are not there: run scripts/install")
     if forward.expert_runner not in ("auto", "native"):
         raise ConfigError(f"{asked}, and expert_runner {forward.expert_runner!r} takes no such weights: choose native")
+    if forward.cpu_weight_dtype == "lossless12" and memory.weights == "streamed":
+        raise ConfigError(
+            f"{asked}, and weights are streamed; they are read as they lie in the files: leave out one of them"
+        )
 
 
 def _check_store(memory: MemoryConfig, attention: str | None, *, on_cpu: bool, overflows: bool = False) -> None:

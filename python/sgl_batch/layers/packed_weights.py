@@ -27,12 +27,16 @@ PANEL = 32
 
 @dataclass(slots=True, kw_only=True)
 class _Packed:
-    """A weight whose data are packed, as matrices [B, N, K] of `shape`; int8 matrices have `scales` [B, N]."""
+    """A weight whose data are packed, as matrices [B, N, K] of `shape`; int8 matrices have `scales` [B, N].
+
+    Matrices of coded panels have `marks` [B, panels].
+    """
 
     weight: torch.Tensor
     shape: tuple[int, int, int]
     dtype: torch.dtype
     scales: torch.Tensor | None = None
+    marks: torch.Tensor | None = None
     in_quads: bool = False
     """Whether int8 matrices are packed to meet int8 rows."""
     reordered: bool = False
@@ -49,13 +53,17 @@ class PackedWeights:
     `kernels`: the module `sgl_batch_kernel`, or None if it is not installed; then nothing is packed, and torch
     operators compute everything. `int8`: round weights to int8, which halves or quarters their memory, except weights
     that are added as `exact`. A rounded tensor changes its number type. `int8_rows`: also round the rows that meet
-    rounded weights, so that products are of int8 with int8.
+    rounded weights, so that products are of int8 with int8. `coded`: code experts' weights of bf16, of which
+    products then read 12 bits each, without loss.
     """
 
-    def __init__(self, kernels: ModuleType | None, *, int8: bool = False, int8_rows: bool = False) -> None:
+    def __init__(
+        self, kernels: ModuleType | None, *, int8: bool = False, int8_rows: bool = False, coded: bool = False
+    ) -> None:
         assert int8 or not int8_rows, "int8 rows meet int8 weights"
+        assert not (int8 and coded), "int8 weights have no codes"
         self._kernels = kernels
-        self._int8, self._int8_rows = int8, int8_rows
+        self._int8, self._int8_rows, self._coded = int8, int8_rows, coded
         self._packed: dict[int, _Packed] = {}
         self._arena: SharedArena | None = None
         self.split = PassSplit()
@@ -82,7 +90,9 @@ class PackedWeights:
         """
         hidden, inter = w2.shape[-2:]
         reordered = w13 if clamped else None
-        return self._pack([(w13, (-1, inter, hidden)), (w2, (-1, hidden, inter))], reordered=reordered)
+        # A single expert is an MLP, which has all rows of a pass.
+        coded = self._coded and w13.dim() == 3
+        return self._pack([(w13, (-1, inter, hidden)), (w2, (-1, hidden, inter))], reordered=reordered, coded=coded)
 
     def add_by_head(self, weight_HNK: torch.Tensor) -> bool:
         """Pack a weight [out, in] for each head; return False likewise. These weights are never rounded."""
@@ -94,6 +104,7 @@ class PackedWeights:
         *,
         exact: bool = False,
         reordered: torch.Tensor | None = None,
+        coded: bool = False,
     ) -> bool:
         if self._kernels is None or not all(_packable(weight) for weight, _ in weights):
             return False
@@ -103,10 +114,11 @@ class PackedWeights:
             packed = _Packed(
                 weight=weight, shape=(batches, outputs, inputs), dtype=weight.dtype, reordered=weight is reordered
             )
-            self._put(packed, int8=self._int8 and not exact and (self._int8_rows or inputs % 2 == 0))
+            rounds = self._int8 and not exact and (self._int8_rows or inputs % 2 == 0)
+            self._put(packed, int8=rounds, coded=coded and weight.dtype == torch.bfloat16)
         return True
 
-    def _put(self, packed: _Packed, *, int8: bool) -> None:
+    def _put(self, packed: _Packed, *, int8: bool, coded: bool) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         arena = self._arena if self._arena is not None and packed.weight in self._arena else None
         is_ours = arena is None or arena.takes(packed.weight.nbytes)
@@ -124,11 +136,15 @@ class PackedWeights:
         if is_ours:
             pack = self._kernels.pack_quads_ if packed.in_quads else self._kernels.pack_
             pack(packed.matrices)
+        if coded:
+            packed.marks = self._kernels.code_(packed.matrices)
         self._packed[packed.weight.data_ptr()] = packed
 
     def _take(self, packed: _Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         del self._packed[packed.weight.data_ptr()]
+        if packed.marks is not None:
+            self._kernels.uncode_(packed.matrices, packed.marks)
         unpack = self._kernels.unpack_quads_ if packed.in_quads else self._kernels.unpack_
         unpack(packed.matrices)
         if packed.scales is not None:
@@ -159,7 +175,7 @@ class PackedWeights:
             yield
         finally:
             for packed in everything:
-                self._put(packed, int8=packed.scales is not None)
+                self._put(packed, int8=packed.scales is not None, coded=packed.marks is not None)
             self.version += 1
 
     def matrices_of(self, experts: torch.Tensor) -> torch.Tensor:
@@ -168,12 +184,20 @@ class PackedWeights:
         return matrices.view(len(experts), -1, *matrices.shape[1:])
 
     def is_plain_number(self, experts: torch.Tensor) -> bool:
-        """Return whether packed weights of experts are neither rounded nor those of clamped ones."""
+        """Return whether packed weights of experts are neither rounded nor coded nor those of clamped ones."""
         packed = self._packed[experts.data_ptr()]
-        return packed.scales is None and not packed.reordered
+        return packed.scales is None and packed.marks is None and not packed.reordered
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether any weight is coded."""
+        return any(packed.marks is not None for packed in self._packed.values())
 
     def _scales(self, weight: torch.Tensor) -> torch.Tensor | None:
         return self._packed[weight.data_ptr()].scales
+
+    def _marks(self, weight: torch.Tensor) -> torch.Tensor | None:
+        return self._packed[weight.data_ptr()].marks
 
     def _rounds_rows(self, weight: torch.Tensor) -> bool:
         return self._packed[weight.data_ptr()].in_quads
@@ -273,6 +297,7 @@ class PackedWeights:
             w13_scales=self._scales(w13),
             w2_scales=self._scales(w2),
             int8_rows=self._rounds_rows(w13),
+            marks=(self._marks(w13), self._marks(w2)),
             clamped=clamped,
         )
 
@@ -322,14 +347,17 @@ def packed_experts(
     w2_scales: torch.Tensor | None,
     int8_rows: bool = False,
     slots: torch.Tensor | None = None,
+    marks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     clamped: ClampedExperts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the kernels' `experts` or `experts_int8` with packed weights.
 
-    The other tensors are converted to the form that it needs. `slots` are for `experts` alone.
+    The other tensors are converted to the form that it needs. `slots`, and `marks` of w13 and of w2, are for `experts`.
     """
     assert slots is None or not int8_rows, "streamed experts meet rows as they are"
-    run = kernels.experts_int8 if int8_rows else partial(kernels.experts, slots=slots)
+    run = kernels.experts_int8
+    if not int8_rows:
+        run = partial(kernels.experts, slots=slots, w13_marks=marks[0], w2_marks=marks[1])
     activation = {}
     if clamped is not None:
         activation = {

@@ -11,6 +11,7 @@ import torch
 from sgl_batch.config import ForwardConfig, MemoryConfig
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.distributed.shared_arena import SharedArena
+from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
@@ -59,8 +60,9 @@ class CpuOperators:
     def __init__(self, counters: Counters, forward: ForwardConfig) -> None:
         self._counters = counters
         self._kernels = native_kernels()
-        self._int8, expert_runner = forward.cpu_weight_dtype == "int8", forward.expert_runner
-        self._weights = PackedWeights(self._kernels, int8=self._int8, int8_rows=forward.cpu_activations == "int8")
+        self._int8, self._coded = (forward.cpu_weight_dtype == name for name in ("int8", "lossless12"))
+        int8_rows, expert_runner = forward.cpu_activations == "int8", forward.expert_runner
+        self._weights = PackedWeights(self._kernels, int8=self._int8, int8_rows=int8_rows, coded=self._coded)
         self._streamer: WeightStreamer[ExpertSlots] | None = None
         self.fitted_streamer: WeightStreamer[ExpertSlots] | None = None
         """The streamer of experts that take the memory that forward passes leave; None if --weight-memory is given."""
@@ -162,7 +164,8 @@ class CpuOperators:
     def adopt(self, model: torch.nn.Module) -> None:
         """Pack the weights of a loaded model for the native kernels, and let its layers compute with them.
 
-        Routers and the output projection are never rounded to int8: they choose experts and tokens.
+        Routers and the output projection are never rounded to int8: they choose experts and tokens. Raises ConfigError
+        where weights are to be coded, and the model has no experts of bfloat16.
         """
         family = family_of(model)
         if isinstance(family, CommunicatingFamily):
@@ -180,6 +183,11 @@ class CpuOperators:
             for layer in expert_layers(model):
                 clamped = clamped_experts_of(layer) is not None
                 self._weights.add_experts(layer.w13_weight, layer.w2_weight, clamped=clamped)
+        if self._coded and not self._weights.has_codes:
+            raise ConfigError(
+                "cpu_weight_dtype is 'lossless12', which is for experts of bfloat16, and the model has none: leave it "
+                "out, or give --dtype bfloat16 where its experts are of float32"
+            )
 
     def plain_weights(self) -> AbstractContextManager[None]:
         """Inside, all weights lie in their plain order, so that they can be read and written."""

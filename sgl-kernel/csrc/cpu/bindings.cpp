@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "attention.h"
+#include "coded.h"
 #include "experts.h"
 #include "gated.h"
 #include "linear.h"
@@ -40,6 +41,41 @@ void each_matrix(at::Tensor& weight, const Each& each) {
 void pack(at::Tensor weight) { each_matrix(weight, pack_matrix); }
 void unpack(at::Tensor weight) { each_matrix(weight, unpack_matrix); }
 
+template <typename Each>
+void each_panel(at::Tensor& weight, const Each& each) {
+  check(weight, 3, "weight");
+  TORCH_CHECK(weight.scalar_type() == at::kBFloat16, "weight is ", weight.scalar_type(), "; only bfloat16 has codes");
+  const int64_t n = weight.size(1), k = weight.size(2), panels = n / kPanel, marks = divide_up(n, kPanel);
+  const auto scratch = at::empty({num_threads(), kPanel * k}, weight.options());
+  auto* base = static_cast<char*>(weight.data_ptr());
+  run_tasks(weight.size(0) * panels, [&](int64_t index, int thread) {
+    const int64_t matrix = index / panels, panel = index % panels;
+    each(base + 2 * k * (matrix * n + panel * kPanel), k, matrix * marks + panel,
+         static_cast<char*>(scratch.data_ptr()) + 2 * kPanel * k * thread);
+  });
+}
+
+at::Tensor code(at::Tensor weight) {
+  auto marks = at::zeros({weight.size(0), divide_up(weight.size(1), kPanel)}, weight.options().dtype(at::kByte));
+  auto* first = marks.data_ptr<uint8_t>();
+  each_panel(weight, [first](void* panel, int64_t k, int64_t mark, void* scratch) { first[mark] = code_panel(panel, k, scratch); });
+  return marks;
+}
+
+const uint8_t* marks_in(const std::optional<at::Tensor>& marks, const at::Tensor& weight, int64_t matrices, int64_t n, const char* name) {
+  if (!marks.has_value()) return nullptr;
+  TORCH_CHECK(weight.scalar_type() == at::kBFloat16, name, " is ", weight.scalar_type(), " with marks of coded bfloat16");
+  TORCH_CHECK(marks->is_contiguous() && marks->scalar_type() == at::kByte && marks->numel() == matrices * divide_up(n, kPanel),
+              "marks of ", name, " are ", marks->scalar_type(), marks->sizes(), "; use contiguous uint8, one for each of ",
+              divide_up(n, kPanel), " panels of ", matrices, " matrices");
+  return marks->data_ptr<uint8_t>();
+}
+
+void uncode(at::Tensor weight, const at::Tensor& marks) {
+  const auto* first = marks_in(marks, weight, weight.size(0), weight.size(1), "weight");
+  each_panel(weight, [first](void* panel, int64_t k, int64_t mark, void* scratch) { uncode_panel(panel, k, first[mark], scratch); });
+}
+
 const int32_t* slots_in(const std::optional<at::Tensor>& slots, int64_t num_slots) {
   if (!slots.has_value()) return nullptr;
   check(*slots, 1, "slots");
@@ -57,7 +93,8 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
                                            const std::optional<at::Tensor>& slots,
                                            const std::optional<at::Tensor>& w13_bias,
                                            const std::optional<at::Tensor>& w2_bias, std::optional<double> alpha,
-                                           std::optional<double> limit) {
+                                           std::optional<double> limit, const std::optional<at::Tensor>& w13_marks,
+                                           const std::optional<at::Tensor>& w2_marks) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
   check(w13, 3, "w13");
   check(w2, 3, "w2");
@@ -81,10 +118,11 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
                          scales_of(w2, w2_scales, num_slots * hidden, "w2"), topk_weights.data_ptr<float>(),
                          topk_ids.data_ptr<int32_t>(), out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(),
                          slot_of, bias13, bias2, alpha.has_value(), static_cast<float>(alpha.value_or(0.0)),
-                         static_cast<float>(limit.value_or(0.0))};
+                         static_cast<float>(limit.value_or(0.0)), ExpertsPart::kBoth, nullptr, 0,
+                         marks_in(w13_marks, w13, num_slots * 2, inter, "w13"), marks_in(w2_marks, w2, num_slots, hidden, "w2")};
   run_and_record("experts", call, &ExpertsCall::tokens, run_experts,
                  {x, w13, w2, topk_weights, topk_ids, out, rows_per_expert, or_none(w13_scales), or_none(w2_scales),
-                  or_none(slots), or_none(w13_bias), or_none(w2_bias)});
+                  or_none(slots), or_none(w13_bias), or_none(w2_bias), or_none(w13_marks), or_none(w2_marks)});
   return {out, rows_per_expert};
 }
 
@@ -303,10 +341,12 @@ std::string isa_names() { return runnable_isas(); }
 TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("pack_(Tensor(a!) weight) -> ()");
   library.def("unpack_(Tensor(a!) weight) -> ()");
+  library.def("code_(Tensor(a!) weight) -> Tensor");
+  library.def("uncode_(Tensor(a!) weight, Tensor marks) -> ()");
   library.def(
       "experts(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, bool f32_output, Tensor? "
-      "w13_scales, Tensor? w2_scales, Tensor? slots, Tensor? w13_bias, Tensor? w2_bias, float? alpha, float? limit) -> "
-      "(Tensor, Tensor)");
+      "w13_scales, Tensor? w2_scales, Tensor? slots, Tensor? w13_bias, Tensor? w2_bias, float? alpha, float? limit, "
+      "Tensor? w13_marks, Tensor? w2_marks) -> (Tensor, Tensor)");
   library.def("experts_up(Tensor x, Tensor w13, Tensor topk_weights, Tensor topk_ids) -> (Tensor, Tensor)");
   library.def("experts_down(Tensor between, Tensor w2, Tensor topk_weights, Tensor topk_ids) -> Tensor");
   library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales) -> Tensor");
@@ -326,6 +366,8 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
 TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("pack_", sgl_batch::pack);
   library.impl("unpack_", sgl_batch::unpack);
+  library.impl("code_", sgl_batch::code);
+  library.impl("uncode_", sgl_batch::uncode);
   library.impl("experts", sgl_batch::experts);
   library.impl("experts_up", sgl_batch::experts_up);
   library.impl("experts_down", sgl_batch::experts_down);

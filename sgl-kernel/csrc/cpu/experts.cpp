@@ -20,7 +20,7 @@ class Experts {
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.w_dtype)),
         tile_(isa_.tile(call.w_dtype)),
-        block_rows_(rows_per_block(tile_, call.hidden * static_cast<int64_t>(size_of(row_dtype_)))),
+        block_rows_(rows_per_block(tile_, call.hidden * static_cast<int64_t>(size_of(row_dtype_)), call.w13_marks != nullptr)),
         plan_(call, cut()),
         rows_(plan_.routing().rows.data()) {
     for (const Block& block : plan_.blocks())
@@ -101,12 +101,13 @@ class Experts {
 
   // The gate matrix of an expert (half 0) or its up matrix (half 1).
   PackedWeight w13(int64_t expert, int64_t half) const {
-    return part(c_.w13, c_.w13_scales, 2 * slot(expert) + half, c_.inter, c_.hidden);
+    return part(c_.w13, c_.w13_scales, c_.w13_marks, 2 * slot(expert) + half, c_.inter, c_.hidden);
   }
-  PackedWeight w2(int64_t expert) const { return part(c_.w2, c_.w2_scales, slot(expert), c_.hidden, c_.inter); }
-  PackedWeight part(const void* base, const float* scales, int64_t index, int64_t n, int64_t k) const {
+  PackedWeight w2(int64_t expert) const { return part(c_.w2, c_.w2_scales, c_.w2_marks, slot(expert), c_.hidden, c_.inter); }
+  PackedWeight part(const void* base, const float* scales, const uint8_t* marks, int64_t index, int64_t n, int64_t k) const {
     const char* data = static_cast<const char*>(base) + static_cast<size_t>(index * n * k) * size_of(c_.w_dtype);
-    return {data, c_.w_dtype, scales == nullptr ? nullptr : scales + index * n, n, k};
+    return {data, c_.w_dtype, scales == nullptr ? nullptr : scales + index * n, n, k,
+            marks == nullptr ? nullptr : marks + index * divide_up(n, kPanel)};
   }
 
   // One block's rows through some of an expert's gate and up panels: SiLU(gate) * up. `after`: what this thread does next.
@@ -125,16 +126,16 @@ class Experts {
     const int64_t calls = 2 * (task.last - task.first) * tiles.count * parts.count;
     int64_t call = 0;
     for (int64_t panel = task.first; panel < task.last; ++panel) {
-      const ReadyPanel gate_panel = gate.ready(panel, isa_, spare, tiles.count);
-      const ReadyPanel up_panel = up.ready(panel, isa_, spare + gate.spare_bytes(), tiles.count);
+      ReadyPanel gate_panel = gate.ready(panel, isa_, spare, tiles.count);
+      ReadyPanel up_panel = up.ready(panel, isa_, spare + gate.spare_bytes(), tiles.count);
       const Place next = panel + 1 < task.last ? Place{block.expert, panel + 1} : Place{after.block.expert, after.first};
       const char* next_gate = w13(next.expert, 0).panel(next.panel);
       const char* next_up = w13(next.expert, 1).panel(next.panel);
-      const auto multiply = [&](int64_t part, int64_t tile, const PackedWeight& weight, const ReadyPanel& ready, const char* next_panel,
+      const auto multiply = [&](int64_t part, int64_t tile, const PackedWeight& weight, ReadyPanel& ready, const char* next_panel,
                                 float* to) {
         const int64_t k = parts.at(part);
         const Ahead soon = ahead(tiles, tile, weight, next_panel, k);
-        ready.tile({rows + layout.at(tiles.at(tile) - block.begin, k), layout.row, ready.from(k), parts.length(part), tiles.size(tile),
+        ready.multiply({rows + layout.at(tiles.at(tile) - block.begin, k), layout.row, ready.from(k), parts.length(part), tiles.size(tile),
                     to, kPanel, part > 0, with_x_rows(soon, after.block, call++, calls, parts.length(part)), layout.block});
       };
       // Part by part, one of the two panels at a time stays in the first cache.
@@ -177,7 +178,7 @@ class Experts {
   }
 
   static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedWeight& weight, const char* next, int64_t k) {
-    return tiles.ahead(tile, next, weight.panel_bytes(), tile_steps(weight.dtype, weight.k), tile_steps(weight.dtype, k));
+    return tiles.ahead(tile, next, weight.filled_bytes(), tile_steps(weight.dtype, weight.k), tile_steps(weight.dtype, k));
   }
 
   // A tile's share of the rows that the next block gathers: the given one of `calls`, of so many k, brings a row, or a part of one.
@@ -229,7 +230,7 @@ class Experts {
           const int64_t k = parts.at(part);
           Ahead soon = ahead(tiles, tile, weight, later.panel(std::min(after.panel + p, later.panels() - 1)), k);
           if (p == 0) soon = with_inter_rows(soon, tiles, tile, plan_.first_row(after.expert, task.group), k);
-          ready[p].tile({inter_at(tiles.at(tile), k), inter_layout_.row, ready[p].from(k), parts.length(part), m, products + p * kPanel,
+          ready[p].multiply({inter_at(tiles.at(tile), k), inter_layout_.row, ready[p].from(k), parts.length(part), m, products + p * kPanel,
                          stride, part > 0, soon, inter_layout_.block});
         }
       for (int64_t p = 0; p < panels; ++p) {

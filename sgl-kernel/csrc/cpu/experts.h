@@ -42,6 +42,8 @@ struct ExpertsCall {
   ExpertsPart part = ExpertsPart::kBoth;
   void* between = nullptr;
   int64_t between_stride = 0;  // bytes from row to row
+  const uint8_t* w13_marks = nullptr;  // [experts, 2, panels of inter], or null where no panel is coded
+  const uint8_t* w2_marks = nullptr;   // [experts, panels of hidden], or null
 };
 
 // out[t] = sum over choices of weight * down(silu(gate(x[t])) * up(x[t])), each product plus its bias.

@@ -75,6 +75,8 @@ struct Tile {
   bool add;
   Ahead ahead;
   int64_t a_block = 0;  // bytes from one kBlockK numbers of a row to the next ones; 0: they follow one another
+  uint32_t base = 0;         // of a coded panel
+  void* decoded = nullptr;  // where its numbers go as they lie without codes, or null
 };
 using TileFn = void (*)(const Tile& tile);
 
@@ -82,6 +84,7 @@ using TileFn = void (*)(const Tile& tile);
 struct TileKernel {
   TileFn run;         // takes panels as they are when rows meet them
   TileFn run_i8;      // takes panels of int8 as they lie; null where they are never met
+  TileFn run_coded;   // takes coded panels as they lie, whole ones; null where they are decoded before
   int max_rows;       // of a tile, at most kMaxRows
   bool chained;       // see above
   bool row_blocks;    // rows are best given by blocks of k, and cut into tiles of max_rows and a rest
@@ -101,6 +104,8 @@ using ClampedMulFn = void (*)(const float* gate, const float* up, int rows, floa
 
 // int8 to bf16.
 using WidenFn = void (*)(const int8_t* from, int64_t count, uint16_t* to);
+// Blocks of a coded panel to numbers of bf16, with `base` the least exponent; see coded.h.
+using DecodeFn = void (*)(const void* blocks, int64_t count, uint32_t base, uint16_t* to);
 // Rows of kPanel f32, `c_stride` apart, times `scales`, column by column.
 using ScaleColumnsFn = void (*)(float* c, int64_t c_stride, int rows, const float* scales);
 
@@ -198,6 +203,7 @@ struct Isa {
   NormRowFn norm_row;
   RotateHeadFn rotate_head;
   WidenFn widen;
+  DecodeFn decode;
   ScaleColumnsFn scale_columns;
   ChooseFn choose;
   TransposeWordsFn transpose_words;

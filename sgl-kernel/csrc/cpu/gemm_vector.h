@@ -3,6 +3,7 @@
 // No templates of the standard library here: the linker could hand their copies to code for lesser machines.
 #pragma once
 
+#include "coded_vector.h"
 #include "gemm.h"
 #include "norm_rope_vector.h"
 #include "page_rows_vector.h"
@@ -160,9 +161,10 @@ void by_rows(const Tile& tile) {
   Kernel<M>::run(tile);
 }
 
-constexpr TileKernel kernel_of(TileFn run, TileFn run_i8) {
+constexpr TileKernel kernel_of(TileFn run, TileFn run_i8, TileFn run_coded = nullptr) {
   return {.run = run,
           .run_i8 = run_i8,
+          .run_coded = run_coded,
           .max_rows = kRows,
           .chained = true,
           .row_blocks = false,
@@ -171,11 +173,11 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8) {
 }
 
 // Everything but the tiles for pairs is the same for all instruction sets.
-constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, TileFn tile_i8) {
+constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, TileFn tile_i8, TileFn tile_coded = nullptr) {
   return {
       .name = name,
       .bf16_pairs = bf16_pairs,
-      .tile_bf16 = kernel_of(tile_bf16, tile_i8),
+      .tile_bf16 = kernel_of(tile_bf16, tile_i8, tile_coded),
       .tile_f32 = kernel_of(by_rows<TileF32, kRows>, nullptr),
       .store = store_rows,
       .store_scaled = store_scaled,
@@ -185,6 +187,7 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, Tile
       .norm_row = norm_row,
       .rotate_head = rotate_head,
       .widen = widen,
+      .decode = decode_blocks,
       .scale_columns = scale_columns,
       .choose = choose,
       .transpose_words = transpose_words,

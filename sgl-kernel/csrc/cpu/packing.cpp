@@ -6,12 +6,15 @@
 #include <vector>
 
 #include "clones.h"
+#include "coded.h"
 #include "rows.h"
 
 namespace sgl_batch {
 namespace {
 
 constexpr int64_t kStepsAtOnce = 16;  // of a panel: what is read of each row is a cache line or two
+// So few tiles each decode a coded panel for themselves: to write its numbers for all of them takes longer.
+constexpr int64_t kTilesThatDecode = 3;
 constexpr float kLargestI8 = 127.0f;
 
 // A panel is an array of words: a pair of bf16 or int8 along k, or one f32.
@@ -115,6 +118,13 @@ void pack_rows(const void* plain, DType from, int64_t rows, int64_t k, void* pac
 ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64_t tiles) const {
   const int columns = width(index);
   const int64_t wide = kPanel * static_cast<int64_t>(size_of(tile_dtype(dtype)));
+  if (marks != nullptr && marks[index] != 0) {
+    const TileKernel& tile = isa.tile(dtype);
+    if (tile.run_coded != nullptr)
+      return {panel(index), tile.run_coded, 0, marks[index] - 1u, tiles > kTilesThatDecode ? spare : nullptr, tile.run};
+    decode_panel(isa, panel(index), k, marks[index], spare);
+    return {spare, tile.run, wide};
+  }
   if (dtype != DType::kI8) return {ready_part(index, spare, 0, k), isa.tile(dtype).run, wide};
   // Widening costs as much as a tile of few rows: it is done once where several tiles share it.
   if (tiles == 1 && columns == kPanel) return {panel(index), isa.tile(dtype).run_i8, kPanel};
@@ -132,6 +142,8 @@ const void* PackedWeight::ready_part(int64_t index, void* spare, int64_t first, 
   pad_words<uint32_t>(at, columns, tile_steps(dtype, last - first), spare);
   return spare;
 }
+
+int64_t PackedWeight::filled_bytes() const { return marks == nullptr ? panel_bytes() : coded_bytes(k); }
 
 void PackedWeight::scale(int64_t index, const Isa& isa, float* c, int64_t c_stride, int rows) const {
   if (scales == nullptr) return;

@@ -15,32 +15,47 @@ void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratc
 // each row then has a scale, by which its largest number is 127 (1 for a row of zeros).
 void pack_rows(const void* plain, DType from, int64_t rows, int64_t k, void* packed, DType to, float* scales);
 
-// A panel of full width, and the tile that takes it.
+// A panel of full width, and the tile that takes it. Of a coded one the first tile may leave the numbers in `spare` for those
+// that follow.
 struct ReadyPanel {
   const void* data;
   TileFn tile;
   int64_t step;  // bytes of one k
+  uint32_t base = 0;
+  void* spare = nullptr;
+  TileFn next_tile = nullptr;
 
   const void* from(int64_t k) const { return static_cast<const char*>(data) + k * step; }
+  // A tile of what is `from` some k.
+  void multiply(Tile one) {
+    one.base = base, one.decoded = spare;
+    tile(one);
+    if (spare != nullptr) *this = {spare, next_tile, 2 * kPanel};
+  }
 };
 
-// A packed matrix [n, k]. One of int8 has a scale for each of its n outputs, with which products are multiplied.
+// A packed matrix [n, k]. One of int8 has a scale for each of its n outputs, with which products are multiplied. One of coded
+// panels has a mark for each, see coded.h.
 struct PackedWeight {
   const void* data;
   DType dtype;
   const float* scales;
   int64_t n, k;
+  const uint8_t* marks = nullptr;
 
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
   int64_t panel_bytes() const { return static_cast<int64_t>(size_of(dtype)) * kPanel * k; }
   const char* panel(int64_t index) const { return static_cast<const char*>(data) + index * panel_bytes(); }
   int width(int64_t index) const { return static_cast<int>(n - index * kPanel < kPanel ? n - index * kPanel : kPanel); }
 
-  // The panel with its full width: itself, or a copy in `spare`, of spare_bytes(), widened from int8 and padded with
-  // zeros. Of all k, for a number of tiles, or of [first, last), of a matrix that is not of int8.
+  // The panel with its full width: itself, or a copy in `spare`, of spare_bytes(), widened from int8 or decoded, and
+  // padded with zeros. Of all k, for a number of tiles, or of [first, last), of a matrix that is not of int8.
   size_t spare_bytes() const { return size_of(tile_dtype(dtype)) * kPanel * static_cast<size_t>(k); }
   ReadyPanel ready(int64_t index, const Isa& isa, void* spare, int64_t tiles) const;
   const void* ready_part(int64_t index, void* spare, int64_t first, int64_t last) const;
+
+  // What of a panel holds numbers.
+  int64_t filled_bytes() const;
 
   // Multiplies rows of products with the given panel by the scales of its columns, where there are any.
   void scale(int64_t index, const Isa& isa, float* c, int64_t c_stride, int rows) const;

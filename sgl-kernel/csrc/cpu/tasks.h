@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <utility>
 
 #include "gemm.h"
 
@@ -32,12 +33,13 @@ inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes) {
 constexpr int64_t kFewRows = 4;
 
 // How many rows of `row_bytes` share one pass over a panel. Kernels that take rows by blocks need the fewest bytes of a panel for
-// a product, so that more rows pay.
-inline int64_t rows_per_block(const TileKernel& kernel, int64_t row_bytes) {
-  const int64_t least = kTilesPerBlock * kernel.max_rows;
-  if (!kernel.row_blocks) return least;
+// a product, and a coded panel is decoded once for all of them, so that more rows pay.
+inline int64_t rows_per_block(const TileKernel& kernel, int64_t row_bytes, bool coded = false) {
+  const int64_t usual = kTilesPerBlock * kernel.max_rows;
+  if (!kernel.row_blocks && !coded) return usual;
   constexpr int64_t kBytes = 512 << 10;  // beside the next block's rows and the sums in the L2 cache
-  return std::clamp<int64_t>(kBytes / row_bytes / kernel.max_rows * kernel.max_rows, least / 2, 2 * least);
+  const auto [least, most] = kernel.row_blocks ? std::pair(usual / 2, 2 * usual) : std::pair(usual, 3 * usual);
+  return std::clamp<int64_t>(kBytes / row_bytes / kernel.max_rows * kernel.max_rows, least, most);
 }
 
 // How rows lie: from one row to the next, and from kBlockK numbers of a row to the next ones.

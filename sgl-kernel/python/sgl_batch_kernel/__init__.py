@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-INTERFACE = 7
+INTERFACE = 8
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -47,6 +47,21 @@ def unpack_(weight: torch.Tensor) -> None:
     _ops.unpack_(weight)
 
 
+def code_(weight: torch.Tensor) -> torch.Tensor:
+    """Code the whole panels of packed matrices [B, N, K] of bf16 in place, by 12 bits for each number, without loss.
+
+    Returns a mark for each panel, uint8 [B, N / 32, rounded up]: 0 for one that stayed as it was, since too many of its
+    numbers have exponents of their own or K is no multiple of 4. `experts` needs the marks beside the weight.
+    """
+    marks: torch.Tensor = _ops.code_(weight)
+    return marks
+
+
+def uncode_(weight: torch.Tensor, marks: torch.Tensor) -> None:
+    """Undo `code_`."""
+    _ops.uncode_(weight, marks)
+
+
 def experts(
     x_TM: torch.Tensor,
     w13: torch.Tensor,
@@ -62,6 +77,8 @@ def experts(
     w2_bias: torch.Tensor | None = None,
     alpha: float | None = None,
     limit: float | None = None,
+    w13_marks: torch.Tensor | None = None,
+    w2_marks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run every token through its experts; returns the output [T, M] and rows per expert [E].
 
@@ -89,6 +106,8 @@ def experts(
         w2_bias,
         alpha,
         limit,
+        w13_marks,
+        w2_marks,
     )
     return out
 

@@ -158,6 +158,13 @@ def test_rounded_weights_are_refused_where_nothing_can_multiply_them(options, on
         sglang_arguments({}, from_mapping(options))
 
 
+def test_coded_weights_are_refused_where_they_are_streamed(monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda kwargs: True)
+    monkeypatch.setattr(launch, "native_kernels", object)
+    with pytest.raises(ConfigError, match=r"'lossless12', and weights are streamed; .*: leave out one of them"):
+        sglang_arguments({}, from_mapping({"cpu_weight_dtype": "lossless12", "weights": "streamed"}))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -16,6 +16,7 @@ import torch
 from kernel_attention import attention_cases
 from kernel_checks import DTYPES, TOLERANCE, Check, relative_error
 from kernel_choices import choice_cases
+from kernel_coded import coded_cases
 from kernel_int8 import int8_cases
 from kernel_latent import latent_cases
 from kernel_pages import page_cases
@@ -79,6 +80,7 @@ def main() -> None:
     checked, failures = 0, []
     cases = (
         expert_cases(),
+        coded_cases(),
         linear_cases(),
         gated_cases(),
         int8_cases(),

@@ -168,6 +168,36 @@ def test_experts_whose_rows_alternate_are_plain_while_they_are_written(int8):
             w13.mul_(2)
 
 
+def test_coded_experts_have_the_bits_of_plain_ones_and_are_plain_while_they_are_written():
+    coded, plain = PackedWeights(native_kernels(), coded=True), PackedWeights(native_kernels())
+    given = draw(EXPERTS, 64, HIDDEN, dtype=torch.bfloat16) / 7, draw(EXPERTS, HIDDEN, 32, dtype=torch.bfloat16) / 6
+    own, others = [[one.clone() for one in given] for _ in range(2)]
+    x, weights, ids = draw(20, HIDDEN, dtype=torch.bfloat16), torch.rand(20, 1), torch.arange(20)[:, None] % EXPERTS
+    assert coded.add_experts(*own)
+    assert plain.add_experts(*others)
+    assert coded.has_codes
+    assert not plain.has_codes
+    assert plain.is_plain_number(others[0])
+    assert not coded.is_plain_number(own[0])
+    for factor in (1, 2):
+        found, expected = coded.experts(x, *own, weights, ids)[0], plain.experts(x, *others, weights, ids)[0]
+        assert torch.equal(found, expected)
+        assert not torch.equal(own[0], others[0]), "what is read is not what is written"
+        with coded.plain(), plain.plain():
+            assert torch.equal(own[0], factor * given[0])
+            own[0].mul_(2)
+            others[0].mul_(2)
+
+
+def test_float32_experts_and_single_ones_have_no_codes():
+    packed = PackedWeights(native_kernels(), coded=True)
+    packed.add_experts(draw(EXPERTS, 64, HIDDEN), draw(EXPERTS, HIDDEN, 32))
+    packed.add_experts(draw(64, HIDDEN, dtype=torch.bfloat16), draw(HIDDEN, 32, dtype=torch.bfloat16))
+    packed.add_linear(draw(64, HIDDEN, dtype=torch.bfloat16))
+    assert len(packed) == 5
+    assert not packed.has_codes
+
+
 @pytest.fixture
 def rounding_rows():
     return PackedWeights(native_kernels(), int8=True, int8_rows=True)

@@ -132,7 +132,7 @@ def _obstacle(layers: Sequence[ExpertLayer], weights: PackedWeights, ranks: int)
         if layer.w13_weight not in weights:
             return "their weights are not packed for the native kernels, or are streamed"
         if not weights.is_plain_number(layer.w13_weight):
-            return "their weights are int8, or their activation is clamped"
+            return "their weights are int8 or lossless12, or their activation is clamped"
         inter, hidden = layer.w2_weight.shape[2], layer.w2_weight.shape[1]
         if min(inter, hidden) < ranks * PANEL:
             return f"an expert has {min(inter, hidden)} columns, fewer than {PANEL} for each of {ranks} ranks"
