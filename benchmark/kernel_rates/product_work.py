@@ -19,6 +19,8 @@ from sgl_batch.layers.moe.cpu_experts import combined_experts
 PRODUCT, READ = "product", "read"
 # Weights and rows rounded to int8.
 INT8 = "int8 by int8"
+# bf16 weights in 12 bits, without loss.
+LOSSLESS12 = "12 bits"
 _SIDE = 4096
 _READ_BYTES = 1 << 30
 
@@ -119,8 +121,10 @@ def expert_work(kernels: Any, shapes: Shapes, tokens_per_expert: list[int], laye
         kernels.pack_(w13.view(2 * e, i, m))
         kernels.pack_(w2)
     rounded = [(*_in_quads(kernels, w13, 2), *_in_quads(kernels, w2, 1)) for w13, w2 in plain]
+    coded = [_coded(kernels, w13.clone(), w2.clone()) for w13, w2 in packed]
     ways = {
         "sgl_batch": (kernels.experts, packed, 2),
+        LOSSLESS12: (partial(_coded_experts, kernels), coded, 1.5),
         INT8: (partial(_int8_experts, kernels), rounded, 1),
         "grouped_mm": (grouped_mm_experts, plain, 2),
         "F.linear": (combined_experts, plain, 2),
@@ -131,9 +135,27 @@ def expert_work(kernels: Any, shapes: Shapes, tokens_per_expert: list[int], laye
         routing = balanced_routing(tokens, shapes)
         flops = 2 * count * e * shapes.expert_elements
         for by, (compute, weights, weight_bytes) in ways.items():
-            num_bytes = weight_bytes * e * shapes.expert_elements + 4 * tokens * m
+            num_bytes = int(weight_bytes * e * shapes.expert_elements) + 4 * tokens * m
             run = _layer_in_turn(compute, x, itertools.cycle(weights), routing)
             yield Work(table="experts", row=f"{count}", by=by, flops=flops, num_bytes=num_bytes, run=run)
+
+
+def _coded(kernels: Any, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Code packed weights of experts in place, and return them with their marks."""
+    experts, inter = len(w13), w2.shape[2]
+    return w13, w2, kernels.code_(w13.view(2 * experts, inter, -1)), kernels.code_(w2)
+
+
+def _coded_experts(
+    kernels: Any,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_marks: torch.Tensor,
+    w2_marks: torch.Tensor,
+    *routing: torch.Tensor,
+) -> object:
+    return kernels.experts(x, w13, w2, *routing, w13_marks=w13_marks, w2_marks=w2_marks)
 
 
 def _in_quads(kernels: Any, weight: torch.Tensor, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
