@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -122,7 +122,7 @@ def expert_work(kernels: Any, shapes: Shapes, tokens_per_expert: list[int], laye
         kernels.pack_(w2)
     rounded = [(*_in_quads(kernels, w13, 2), *_in_quads(kernels, w2, 1)) for w13, w2 in plain]
     coded = [_coded(kernels, w13.clone(), w2.clone()) for w13, w2 in packed]
-    ways = {
+    ways: dict[str, tuple[Callable[..., object], Sequence[tuple[torch.Tensor, ...]], float]] = {
         "sgl_batch": (kernels.experts, packed, 2),
         LOSSLESS12: (partial(_coded_experts, kernels), coded, 1.5),
         INT8: (partial(_int8_experts, kernels), rounded, 1),
