@@ -26,11 +26,27 @@ _LIMIT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A step of decode: operations, and bytes of weights and KV that it cannot but read."""
+class Part:
+    """A kind of operation in all layers of a step: its arithmetic, and the bytes of weights or KV that it must read."""
 
     flop: float
     read_bytes: float
+
+    def seconds(self, flop_per_s: float, read_bytes_per_s: float) -> float:
+        """Return what takes longer: its products or its reads."""
+        return max(self.flop / flop_per_s, self.read_bytes / read_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step of decode."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def whole(self) -> Part:
+        """All of its parts at once."""
+        return Part(flop=sum(one.flop for one in self.parts), read_bytes=sum(one.read_bytes for one in self.parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +62,17 @@ class LeastWork:
 
     @property
     def flop(self) -> float:
-        return self.prompts_flop + sum(step.flop for step in self.steps)
+        return self.prompts_flop + sum(step.whole.flop for step in self.steps)
 
     def seconds(self, flop_per_s: float, read_bytes_per_s: float) -> float:
         """Return the least time where a step of decode takes as long as its products or its reads do."""
-        steps = (max(step.flop / flop_per_s, step.read_bytes / read_bytes_per_s) for step in self.steps)
+        steps = (step.whole.seconds(flop_per_s, read_bytes_per_s) for step in self.steps)
         return self.prompts_flop / flop_per_s + sum(steps)
+
+    def seconds_in_turn(self, flop_per_s: float, read_bytes_per_s: float) -> float:
+        """Return the least time where no part of a step reads while another one multiplies."""
+        parts = (part.seconds(flop_per_s, read_bytes_per_s) for step in self.steps for part in step.parts)
+        return self.prompts_flop / flop_per_s + sum(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +88,14 @@ class _Elements:
     def of_a_token(self) -> float:
         return self.dense + self.experts * self.share
 
-    def read_by(self, tokens: int) -> float:
-        """Return how many elements meet some of so many tokens that choose experts at random."""
-        return self.dense + self.head + self.experts * (1 - (1 - self.share) ** tokens)
+    def parts_of(self, tokens: int) -> tuple[Part, ...]:
+        """Return the products of a step with so many tokens, which choose experts at random."""
+        chosen = self.experts * (1 - (1 - self.share) ** tokens)
+        return (
+            Part(flop=2 * tokens * self.dense, read_bytes=_BYTES * self.dense),
+            Part(flop=2 * tokens * self.experts * self.share, read_bytes=_BYTES * chosen),
+            Part(flop=2 * tokens * self.head, read_bytes=_BYTES * self.head),
+        )
 
 
 def least_work(model: Path, workload: Workload) -> LeastWork:
@@ -96,8 +122,8 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
             if output_len > number
         ]
         seen = _seen(lengths, window)
-        flop = 2 * len(lengths) * (elements.of_a_token + elements.head) + seen_flop * seen
-        steps.append(Step(flop=flop, read_bytes=_BYTES * elements.read_by(len(lengths)) + kv_bytes * seen))
+        attention = Part(flop=seen_flop * seen, read_bytes=kv_bytes * seen)
+        steps.append(Step(parts=(attention, *elements.parts_of(len(lengths)))))
     seen = sum(_seen(range(1, len(prompt) + 1), window) for prompt in workload.prompts)
     matrices = workload.prompt_tokens * elements.of_a_token + len(workload.prompts) * elements.head
     computed = workload.prompt_tokens + workload.output_tokens - len(workload.prompts)
@@ -156,9 +182,11 @@ def bound_text(work: LeastWork, measured: Sequence[Mapping[str, Any]], walls: Ma
     flops, reads, best_reads, new = (_spread_of(measured, name) for name in names)
     products_s, memory_s = work.flop / flops.median, work.kv_bytes / new.median
     least_s = work.seconds(flops.median, reads.median)
+    in_turn_s = work.seconds_in_turn(flops.median, reads.median)
     shares = "; ".join(
         f"{name} {products_s / wall.median:.0%} of the products, {least_s / wall.median:.0%} with the reads, "
-        f"{(least_s + memory_s) / wall.median:.0%} with the new memory too"
+        f"{(least_s + memory_s) / wall.median:.0%} with the new memory too, "
+        f"{(in_turn_s + memory_s) / wall.median:.0%} with parts in turn"
         for name, wall in walls.items()
     )
     return (
@@ -166,7 +194,9 @@ def bound_text(work: LeastWork, measured: Sequence[Mapping[str, Any]], walls: Ma
         f"{_scaled(flops, 1e12).text(2)} TFLOP/s, the quickest of three ways of a large product in bfloat16. A step of "
         f"decode whose reads of weights and KV take longer, at {_scaled(reads, 1e9).text(1)} GB/s that large reads "
         f"keep up for {_SPEC['kept_up_s']:g} s (a single read at best: {_scaled(best_reads, 1e9).text(1)}), is bound "
-        f"by these: {least_s:.1f} s. {work.kv_bytes / 1e9:.1f} GB of KV take {memory_s:.1f} s more at "
+        f"by these: {least_s:.1f} s; {in_turn_s:.1f} s where a step's attention, experts, other layers and output "
+        f"follow one another, each as long as its own products or reads. {work.kv_bytes / 1e9:.1f} GB of KV take "
+        f"{memory_s:.1f} s more at "
         f"{_scaled(new, 1e9).text(1)} GB/s where memory is written for the first time, as in a first batch. All were "
         f"measured before and after each round. What was reached: {shares}."
     )
@@ -174,7 +204,7 @@ def bound_text(work: LeastWork, measured: Sequence[Mapping[str, Any]], walls: Ma
 
 def as_json(work: LeastWork, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return work and rates for the record."""
-    read_bytes = sum(step.read_bytes for step in work.steps)
+    read_bytes = sum(step.whole.read_bytes for step in work.steps)
     rates = [dict(one) for one in measured]
     return {"flop": work.flop, "decode_read_bytes": read_bytes, "kv_bytes": work.kv_bytes, "rates": rates}
 

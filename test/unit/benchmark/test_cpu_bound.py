@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from comparison.child import run_child
-from comparison.cpu_bound import LeastWork, Step, bound_text, least_work
+from comparison.cpu_bound import LeastWork, Part, Step, bound_text, least_work
 from comparison.figures import spread
 from comparison.workload import Workload, model_config
 
@@ -33,37 +33,41 @@ def test_a_step_of_decode_reads_the_experts_that_its_tokens_choose_and_their_kv(
     model = repo_root / "test" / "models" / "tiny-qwen3-moe"
     config, work = model_config(model), least_work(model, WORKLOAD)
     alone = least_work(model, Workload(prompts=[[1] * 10], output_lens=[5], description="one prompt"))
-    assert [step.read_bytes for step in work.steps] == [step.read_bytes for step in alone.steps]
+    assert [step.whole for step in work.steps] == [step.whole for step in alone.steps]
     assert len(work.steps) == 4
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
     attention = 2 * hidden * config["head_dim"] * (heads + config["num_key_value_heads"])
     experts = 3 * hidden * config["moe_intermediate_size"] * config["num_experts_per_tok"]
     weights = layers * (attention + experts + hidden * config["num_experts"]) + hidden * config["vocab_size"]
     kv = layers * 2 * config["num_key_value_heads"] * config["head_dim"]
-    assert work.steps[0].read_bytes == pytest.approx(2 * (weights + 11 * kv))
+    assert work.steps[0].whole.read_bytes == pytest.approx(2 * (weights + 11 * kv))
     both = Workload(prompts=[[1] * 10, [2] * 10], output_lens=[2, 2], description="two at once")
     others = 1 - config["num_experts_per_tok"] / config["num_experts"]
     more = 2 * (layers * experts * others + 11 * kv)
-    assert least_work(model, both).steps[0].read_bytes == pytest.approx(work.steps[0].read_bytes + more)
+    assert least_work(model, both).steps[0].whole.read_bytes == pytest.approx(work.steps[0].whole.read_bytes + more)
 
 
 def test_a_step_takes_as_long_as_the_slower_of_products_and_reads():
-    work = LeastWork(
-        prompts_flop=6.0, steps=(Step(flop=4.0, read_bytes=5.0), Step(flop=2.0, read_bytes=30.0)), kv_bytes=1.0
-    )
-    assert work.seconds(2.0, 10.0) == 3.0 + 2.0 + 3.0
+    multiplies, reads = Part(flop=4.0, read_bytes=5.0), Part(flop=2.0, read_bytes=30.0)
+    apart = LeastWork(prompts_flop=6.0, steps=(Step(parts=(multiplies,)), Step(parts=(reads,))), kv_bytes=1.0)
+    together = LeastWork(prompts_flop=6.0, steps=(Step(parts=(multiplies, reads)),), kv_bytes=1.0)
+    assert apart.seconds(2.0, 10.0) == apart.seconds_in_turn(2.0, 10.0) == 3.0 + 2.0 + 3.0
+    assert together.seconds(2.0, 10.0) == 3.0 + 3.5
+    assert together.seconds_in_turn(2.0, 10.0) == 3.0 + 2.0 + 3.0
 
 
 def test_the_report_says_what_share_of_the_bound_each_engine_reached():
-    work = LeastWork(prompts_flop=6.0, steps=(Step(flop=2.0, read_bytes=20.0),), kv_bytes=3.0)
+    parts = Part(flop=0.4, read_bytes=18.0), Part(flop=1.6, read_bytes=2.0)
+    work = LeastWork(prompts_flop=6.0, steps=(Step(parts=parts),), kv_bytes=3.0)
     rates = [{"flop_per_s": 2.0, "read_bytes_per_s": 10.0, "best_read_bytes_per_s": 20.0, "new_bytes_per_s": 3.0}] * 2
     wall = spread([10.0])
     assert wall is not None
     text = bound_text(work, rates, {"ours": wall})
     assert "take 4.0 s" in text
-    assert "bound by these: 5.0 s" in text  # by what reads keep up, not by one at best
+    assert "bound by these: 5.0 s; 5.6 s where" in text  # by what reads keep up, not by one at best
     assert "take 1.0 s more" in text
-    assert "ours 40% of the products, 50% with the reads, 60% with the new memory too" in text
+    shares = "40% of the products, 50% with the reads, 60% with the new memory too, 66% with parts in turn"
+    assert f"ours {shares}" in text
 
 
 def test_the_rates_are_measured_in_a_process_of_their_own(tmp_path):
