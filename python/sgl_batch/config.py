@@ -94,10 +94,9 @@ class ForwardConfig:
     )
     cpu_weight_dtype: str = _flag(
         "auto",
-        "number type of weights on a CPU; auto: the model's; lossless12: experts of bfloat16 are read as 12 bits a "
-        "weight, without loss, with the same tokens and memory: decode is faster where an expert has up to 8 rows of a "
-        "step, and slower with 16 or more; int8: rounds the weights of experts and linear layers, with one scale per "
-        "output, but not routers and the output projection, halves the memory, and changes tokens",
+        "number type of weights on a CPU; auto: the model's; lossless12: experts of bfloat16 read as 12 bits a weight, "
+        "with the same tokens, for few sequences; int8: experts and linear layers rounded, not routers and the output "
+        "projection: half the memory, other tokens",
         choices=CPU_WEIGHT_DTYPES,
     )
     cpu_activations: str = _flag(

@@ -80,7 +80,6 @@ def main() -> None:
     checked, failures = 0, []
     cases = (
         expert_cases(),
-        coded_cases(),
         linear_cases(),
         gated_cases(),
         int8_cases(),
@@ -89,6 +88,7 @@ def main() -> None:
         choice_cases(),
         page_cases(),
         latent_cases(),
+        coded_cases(),
     )
     for name, holds in itertools.chain.from_iterable(cases):
         checked += 1
