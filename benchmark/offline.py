@@ -41,7 +41,7 @@ Measure the same offline workload through several engines, each in a fresh proce
   sgl_batch                   sgl_batch.Engine
   sgl_batch_no_accumulate     the same with accumulate=False: experts called once per attention sub-batch
   sgl_batch_no_sharing        the same with share_prefixes=False: each prompt computed whole
-  sgl_batch_lossless12        the same with cpu_weight_dtype=lossless12
+  sgl_batch_16bit             the same with cpu_weight_dtype=model
   sgl_batch_int8              the same with cpu_weight_dtype=int8
   sgl_batch_int8_activations  the same with cpu_weight_dtype=int8 and cpu_activations=int8
   stock                       stock SGLang, on a CPU with the smallest shim that lets it start

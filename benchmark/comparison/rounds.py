@@ -22,7 +22,7 @@ ENGINE_MODULES = {
     "sgl_batch": "sgl_batch",
     "sgl_batch_no_accumulate": "sgl_batch",
     "sgl_batch_no_sharing": "sgl_batch",
-    "sgl_batch_lossless12": "sgl_batch",
+    "sgl_batch_16bit": "sgl_batch",
     "sgl_batch_int8": "sgl_batch",
     "sgl_batch_int8_activations": "sgl_batch",
     "stock": "sglang",

@@ -19,7 +19,7 @@ _MODULES = {
     "sgl_batch": "runners.sglang_engines",
     "sgl_batch_no_accumulate": "runners.sglang_engines",
     "sgl_batch_no_sharing": "runners.sglang_engines",
-    "sgl_batch_lossless12": "runners.sglang_engines",
+    "sgl_batch_16bit": "runners.sglang_engines",
     "sgl_batch_int8": "runners.sglang_engines",
     "sgl_batch_int8_activations": "runners.sglang_engines",
     "stock": "runners.sglang_engines",

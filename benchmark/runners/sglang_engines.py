@@ -10,7 +10,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sgl_batch": {},
     "sgl_batch_no_accumulate": {"accumulate": False},
     "sgl_batch_no_sharing": {"share_prefixes": False},
-    "sgl_batch_lossless12": {"cpu_weight_dtype": "lossless12"},
+    "sgl_batch_16bit": {"cpu_weight_dtype": "model"},
     "sgl_batch_int8": {"cpu_weight_dtype": "int8"},
     "sgl_batch_int8_activations": {"cpu_weight_dtype": "int8", "cpu_activations": "int8"},
 }

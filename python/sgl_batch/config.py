@@ -15,7 +15,7 @@ from sgl_batch.config_fields import flag as _flag
 from sgl_batch.errors import ConfigError
 from sgl_batch.named_function import check_name
 
-CPU_WEIGHT_DTYPES = ("auto", "lossless12", "int8")
+CPU_WEIGHT_DTYPES = ("auto", "model", "lossless12", "int8")
 CPU_ACTIVATIONS = ("model", "int8")
 DECODE_FORWARDS = ("auto", "measure", "default", "coroutine", "eager", "sglang")
 KV_STORE_MODES = ("auto", "inclusive", "exclusive")
@@ -94,9 +94,9 @@ class ForwardConfig:
     )
     cpu_weight_dtype: str = _flag(
         "auto",
-        "number type of weights on a CPU; auto: the model's; lossless12: experts of bfloat16 read as 12 bits a weight, "
-        "with the same tokens, for few sequences; int8: experts and linear layers rounded, not routers and the output "
-        "projection: half the memory, other tokens",
+        "number type of weights on a CPU; model: the model's; lossless12: bfloat16 experts read as 12 bits a weight, "
+        "same tokens; auto: that on AVX512-BF16, else model; int8: experts and linear layers rounded, not routers and "
+        "the output projection: half the memory, other tokens",
         choices=CPU_WEIGHT_DTYPES,
     )
     cpu_activations: str = _flag(

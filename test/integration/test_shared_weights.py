@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "dtype_of_ranks"), [(FAMILIES[0], "auto", "lossless12"), (FAMILIES[2], "int8", "int8")]
+    ("family", "dtype", "dtype_of_ranks"), [(FAMILIES[0], "model", "lossless12"), (FAMILIES[2], "int8", "int8")]
 )
 def test_tokens_with_shared_weights_and_after_updates_are_those_of_one_rank(
     family: str,

@@ -169,7 +169,7 @@ def _text(arguments: Mapping[str, object], name: str) -> str | None:
 
 def _check_weight_dtype(forward: ForwardConfig, memory: MemoryConfig, *, on_cpu: bool) -> None:
     """Refuse rounded or coded weights without the native CPU kernels, which alone take them. Raises ConfigError."""
-    if forward.cpu_weight_dtype == "auto":
+    if forward.cpu_weight_dtype in ("auto", "model"):
         return
     asked = f"cpu_weight_dtype is {forward.cpu_weight_dtype!r}"
     if not on_cpu:

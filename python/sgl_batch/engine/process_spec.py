@@ -213,7 +213,8 @@ def _run_scheduler(spec: ProcessSpec, reporter: FailureReporter, *args: object, 
     start_log = spec.start_log("scheduler" if args[_DP_RANK] is None else f"rank {args[_DP_RANK]}")
     if _is_on_cpu():
         import_model_classes()
-        operators = CpuOperators(counters, config.forward)
+        splits_experts = config.ranks.partition_experts == "split"
+        operators = CpuOperators(counters, config.forward, splits_experts=splits_experts)
         operators.register()
     else:
         # From here on the current GPU is this process's, so that no context opens on another GPU.

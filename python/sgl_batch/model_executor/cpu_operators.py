@@ -49,20 +49,26 @@ from sgl_batch.weights.expert_slots import ExpertSlots
 from sgl_batch.weights.streamed_weights import stream_experts
 from sgl_batch.weights.weight_streamer import WeightStreamer
 
+_CODED_ISAS = ("avx512_bf16",)
+"""Instruction sets whose tiles decode weights as they multiply, so that codes make decode faster and nothing slower."""
+
 
 class CpuOperators:
     """The CPU operators of one scheduler process.
 
     Call `register` before SGLang builds the model, `stream` (with --weights streamed) after it is loaded, and then
-    `adopt`. The attribute `expert_runner` is the name of the runner that computes.
+    `adopt`. The attribute `expert_runner` is the name of the runner that computes. `splits_experts`: ranks will copy
+    columns of experts, which must then lie in their own number type.
     """
 
-    def __init__(self, counters: Counters, forward: ForwardConfig) -> None:
+    def __init__(self, counters: Counters, forward: ForwardConfig, *, splits_experts: bool = False) -> None:
         self._counters = counters
         self._kernels = native_kernels()
-        self._int8, self._coded = (forward.cpu_weight_dtype == name for name in ("int8", "lossless12"))
+        self._int8, self._must_code = (forward.cpu_weight_dtype == name for name in ("int8", "lossless12"))
         int8_rows, expert_runner = forward.cpu_activations == "int8", forward.expert_runner
-        self._weights = PackedWeights(self._kernels, int8=self._int8, int8_rows=int8_rows, coded=self._coded)
+        pays = not splits_experts and self._kernels is not None and self._kernels.isa() in _CODED_ISAS
+        coded = self._must_code or (forward.cpu_weight_dtype == "auto" and pays)
+        self._weights = PackedWeights(self._kernels, int8=self._int8, int8_rows=int8_rows, coded=coded)
         self._streamer: WeightStreamer[ExpertSlots] | None = None
         self.fitted_streamer: WeightStreamer[ExpertSlots] | None = None
         """The streamer of experts that take the memory that forward passes leave; None if --weight-memory is given."""
@@ -165,7 +171,7 @@ class CpuOperators:
         """Pack the weights of a loaded model for the native kernels, and let its layers compute with them.
 
         Routers and the output projection are never rounded to int8: they choose experts and tokens. Raises ConfigError
-        where weights are to be coded, and the model has no experts of bfloat16.
+        where --cpu-weight-dtype is lossless12, and the model has no experts of bfloat16.
         """
         family = family_of(model)
         if isinstance(family, CommunicatingFamily):
@@ -183,7 +189,7 @@ class CpuOperators:
             for layer in expert_layers(model):
                 clamped = clamped_experts_of(layer) is not None
                 self._weights.add_experts(layer.w13_weight, layer.w2_weight, clamped=clamped)
-        if self._coded and not self._weights.has_codes:
+        if self._must_code and not self._weights.has_codes:
             raise ConfigError(
                 "cpu_weight_dtype is 'lossless12', which is for experts of bfloat16, and the model has none: leave it "
                 "out, or give --dtype bfloat16 where its experts are of float32"

@@ -50,7 +50,7 @@ def subject_of(name: str, workload: Workload, *, dtype: str, weight_dtype: str, 
     body, dtype = text_part(whole), number_type(whole, dtype)
     item_bytes = ITEM_BYTES[dtype]
     weight_bytes = _bytes_on_gpu(whole, dtype) if on_sheet else 1 if weight_dtype == "int8" else item_bytes
-    if on_sheet and weight_dtype != "auto":
+    if on_sheet and weight_dtype not in ("auto", "model"):
         raise ConfigError(f"--cpu-weight-dtype {weight_dtype} is for CPUs; leave it out with --hardware")
     try:
         stored_bytes = None if on_sheet else item_bytes
