@@ -196,9 +196,8 @@ def bound_text(work: LeastWork, measured: Sequence[Mapping[str, Any]], walls: Ma
         f"keep up for {_SPEC['kept_up_s']:g} s (a single read at best: {_scaled(best_reads, 1e9).text(1)}), is bound "
         f"by these: {least_s:.1f} s; {in_turn_s:.1f} s where a step's attention, experts, other layers and output "
         f"follow one another, each as long as its own products or reads. {work.kv_bytes / 1e9:.1f} GB of KV take "
-        f"{memory_s:.1f} s more at "
-        f"{_scaled(new, 1e9).text(1)} GB/s where memory is written for the first time, as in a first batch. All were "
-        f"measured before and after each round. What was reached: {shares}."
+        f"{memory_s:.1f} s more at {_scaled(new, 1e9).text(1)} GB/s where memory is written for the first time, as in "
+        f"a first batch. All were measured before and after each round. What was reached: {shares}."
     )
 
 

@@ -58,8 +58,8 @@ class Gated {
     alignas(64) float gates[kMaxRows * kPanel], ups[kMaxRows * kPanel];
     const int64_t end = first_panel_ + panels_ * (chunk + 1) / chunks_;
     for (int64_t panel = first_panel_ + panels_ * chunk / chunks_; panel < end; ++panel) {
-      const ReadyPanel gate = gate_.ready(panel, isa_, spare, tiles.count);
-      const ReadyPanel up = up_.ready(panel, isa_, spare + gate_.spare_bytes(), tiles.count);
+      ReadyPanel gate = gate_.ready(panel, isa_, spare, tiles.count);
+      ReadyPanel up = up_.ready(panel, isa_, spare + gate_.spare_bytes(), tiles.count);
       const int64_t next = std::min(panel + 1, gate_.panels() - 1);
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int m = tiles.size(tile);
@@ -70,11 +70,11 @@ class Gated {
     }
   }
 
-  void product(const PackedWeight& weight, const ReadyPanel& ready, int64_t panel, const char* after, const Tiles& tiles,
+  void product(const PackedWeight& weight, ReadyPanel& ready, int64_t panel, const char* after, const Tiles& tiles,
                int64_t tile, float* to) const {
     const int m = tiles.size(tile);
-    ready.tile({rows_ + tiles.at(tile) * row_bytes_, row_bytes_, ready.data, c_.hidden, m, to, kPanel, false,
-                tiles.ahead(tile, after, weight.panel_bytes(), tile_steps(weight.dtype, c_.hidden))});
+    ready.multiply({rows_ + tiles.at(tile) * row_bytes_, row_bytes_, ready.data, c_.hidden, m, to, kPanel, false,
+                    tiles.ahead(tile, after, weight.panel_bytes(), tile_steps(weight.dtype, c_.hidden))});
     weight.scale(panel, isa_, to, kPanel, m);
   }
 

@@ -101,7 +101,7 @@ class Linear {
     const char* rows = in_place_ ? given(task.head, begin) : converted(task.head, begin);
     if (spread_) rows = spread(task.head, tiles, layout, own + spread_at_);
     for (int64_t panel = first_panel(task.chunk); panel < last; ++panel) {
-      const ReadyPanel ready = w.ready(panel, isa_, own + spare_at_, tiles.count);
+      ReadyPanel ready = w.ready(panel, isa_, own + spare_at_, tiles.count);
       const char* next = panel + 1 < last ? w.panel(panel + 1) : after;
       for (int64_t part = 0; part < parts.count; ++part) {
         const int64_t k = parts.at(part);
@@ -111,8 +111,8 @@ class Linear {
           // The sums of one tile alone stay in one place.
           float* result = results + (parts.count > 1 ? row * kPanel : 0);
           const Ahead ahead = tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k), tile_steps(w.dtype, k));
-          ready.tile({rows + layout.at(row, k), layout.row, ready.from(k), parts.length(part), m, result, kPanel, part > 0,
-                      ahead, layout.block});
+          ready.multiply({rows + layout.at(row, k), layout.row, ready.from(k), parts.length(part), m, result, kPanel, part > 0,
+                          ahead, layout.block});
           if (part + 1 < parts.count) continue;
           w.scale(panel, isa_, result, kPanel, m);
           store(task.head, panel, begin + row, m, result);

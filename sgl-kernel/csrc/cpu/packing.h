@@ -26,7 +26,7 @@ struct ReadyPanel {
   TileFn next_tile = nullptr;
 
   const void* from(int64_t k) const { return static_cast<const char*>(data) + k * step; }
-  // A tile of what is `from` some k.
+  // Runs a tile, whose panel is `from` some k, with what else it needs to know of the panel.
   void multiply(Tile one) {
     one.base = base, one.decoded = spare;
     tile(one);
