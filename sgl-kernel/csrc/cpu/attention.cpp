@@ -34,16 +34,21 @@ struct Chunk {
   Part parts[kChunk];
 };
 
-// Some rows of a block for one KV head. The first one is query head `query_head` of those of this KV head, of token `token` of
-// the piece; the token's other heads follow, and then the next token's.
+// Some rows of a block for one KV head, which make one tile. The first one is query head `query_head` of those of this KV head,
+// of token `token` of the piece; the token's other heads follow, and then the next token's. `place` is that of the first row
+// among those whose state is kept.
 struct Rows {
   const Block* block;
   int64_t head, token, query_head;
   int count;
-  char* queries;
-  float* maxima;
-  float* weight_sums;
-  float* sums;
+  int64_t place = 0;
+};
+
+// Tiles that share a step of the softmax, which takes as long for one row as for a few.
+constexpr int kSharedRows = kSoftmaxRoom + 1;
+struct Step {
+  int num_tiles = 0, num_rows = 0;
+  Rows tiles[kSharedRows];
 };
 
 class Attention {
@@ -56,6 +61,7 @@ class Attention {
         blocks_cross_pages_(!tile_.chained && call.page % kBlockK != 0),
         group_(call.q_heads / call.kv_heads),
         tokens_per_block_(std::max<int64_t>(1, kRowsPerBlock / group_)),
+        rows_per_step_(std::max(tile_.max_rows, kSharedRows)),
         chunk_(call.page % kChunk == 0 || kChunk % call.page == 0 ? kChunk : call.page),
         part_(std::min(chunk_, call.page)),
         // Products of a page of fewer tokens than a panel has go past its part of a row.
@@ -84,8 +90,8 @@ class Attention {
     sums_at_ = one.take(static_cast<size_t>(rows * padded_dim_) * 4);
     maxima_at_ = one.take(static_cast<size_t>(rows + kSoftmaxRoom) * 4);
     weight_sums_at_ = one.take(static_cast<size_t>(rows + kSoftmaxRoom) * 4);
-    scores_at_ = one.take(static_cast<size_t>(tile_.max_rows * score_stride_) * 4);
-    weights_at_ = one.take(static_cast<size_t>(tile_.max_rows * score_stride_) * 4);
+    scores_at_ = one.take(static_cast<size_t>(rows_per_step_ * score_stride_) * 4);
+    weights_at_ = one.take(static_cast<size_t>(rows_per_step_ * score_stride_) * 4);
     spare_at_ = one.take(static_cast<size_t>(kPanel * std::max(c_.dim, c_.page)) * 4);
     block_at_ = one.take(static_cast<size_t>(tile_steps(c_.dtype, kBlockK) * kStepBytes));
     const size_t bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
@@ -171,6 +177,11 @@ class Attention {
       const int64_t most = steps * kStepBytes;
       while (owed_ > 0 && (at_ < end_ || next_run())) {
         const char* from = at_;
+        if (std::min(static_cast<int64_t>(end_ - at_), owed_) >= most) {
+          at_ += most;
+          owed_ -= most;
+          return {from, kStepBytes};
+        }
         const int64_t bytes = std::min({static_cast<int64_t>(end_ - at_), owed_, most});
         at_ += bytes;
         owed_ -= bytes;
@@ -190,6 +201,7 @@ class Attention {
       if (block == nullptr) return;
       last_ = block;
       head_ = block->head;
+      heads_ = all_.heads_per_step(*block, head_);
       all_.take(chunk_, *block, all_.first_chunk(*block));
     }
 
@@ -197,24 +209,27 @@ class Attention {
     bool next_run() {
       if (chunk_.block == nullptr) return false;
       const int64_t panels = divide_up(all_.c_.dim, kPanel);
-      if (run_ == chunk_.num_parts * (1 + panels)) {
+      if (run_ == heads_ * chunk_.num_parts * (1 + panels)) {
         run_ = 0;
-        if (++head_ == chunk_.block->last_head) {
+        head_ += heads_;
+        if (head_ == chunk_.block->last_head) {
           head_ = chunk_.block->head;
           if (!all_.take(chunk_, *chunk_.block, chunk_.first + all_.chunk_)) begin(std::exchange(after_, nullptr));
           if (chunk_.block == nullptr) return false;
         }
+        heads_ = all_.heads_per_step(*chunk_.block, head_);
       }
-      if (run_ < chunk_.num_parts) {
-        const Part& part = chunk_.parts[run_++];
-        const PackedWeight keys = all_.keys(part.page, head_);
+      if (run_ < heads_ * chunk_.num_parts) {
+        const Part& part = chunk_.parts[run_ % chunk_.num_parts];
+        const PackedWeight keys = all_.keys(part.page, head_ + run_ / chunk_.num_parts);
+        ++run_;
         at_ = keys.panel(part.offset / kPanel);
         end_ = at_ + divide_up(part.count, kPanel) * keys.panel_bytes();
         return true;
       }
-      const int64_t number = run_ - chunk_.num_parts;
-      const Part& part = chunk_.parts[number / panels];
-      const PackedWeight values = all_.values(part.page, head_);
+      const int64_t number = run_ - heads_ * chunk_.num_parts;
+      const Part& part = chunk_.parts[number / panels % chunk_.num_parts];
+      const PackedWeight values = all_.values(part.page, head_ + number / panels / chunk_.num_parts);
       at_ = values.panel(number % panels) + tile_steps(values.dtype, part.offset) * kStepBytes;
       end_ = at_ + tile_steps(values.dtype, part.count) * kStepBytes;
       // Panels of a whole page lie one after the other.
@@ -228,43 +243,53 @@ class Attention {
     const Block* after_ = nullptr;
     const Block* last_ = nullptr;  // the last one that it has begun
     Chunk chunk_;
-    int64_t head_ = 0, run_ = 0, owed_ = 0;
+    int64_t head_ = 0, heads_ = 1;  // those of a step of the softmax
+    int64_t run_ = 0, owed_ = 0;
     const char* at_ = nullptr;
     const char* end_ = nullptr;
   };
 
+  // How many of a block's heads, from the given one on, share a step of the softmax: all their rows are few.
+  int64_t heads_per_step(const Block& block, int64_t head) const {
+    const int64_t rows = (block.end - block.begin) * group_;
+    return std::clamp<int64_t>(kSharedRows / rows, 1, block.last_head - head);
+  }
+
   // `after` is what comes next, or null.
   void attend(const Block& block, const Block* after, Lead& lead, char* scratch) const {
-    const int64_t rows = (block.end - block.begin) * group_, heads = block.last_head - block.head;
+    const int64_t rows = (block.end - block.begin) * group_;
     const Tiles tiles(0, rows, tile_.max_rows);
     const int64_t start = first_chunk(block);
-    const bool is_one = start + chunk_ >= seen_by(block, block.end - 1);  // then tiles come one after the other, in one place
+    const bool is_one = start + chunk_ >= seen_by(block, block.end - 1);  // then steps come one after the other, in one place
     const TileUse use(tile_);
     lead.enter(block, after);
     Chunk chunk;
     for (int64_t first = start; take(chunk, block, first); first += chunk_) {
       const int64_t tile_bytes = chunk_bytes(chunk) / tiles.count;
-      for (int64_t head = 0; head < heads; ++head)
-        for (int64_t tile = 0; tile < tiles.count; ++tile) {
-          const int64_t row = tiles.at(tile), place = is_one ? 0 : head * rows + row;
-          Rows own = rows_of(block, block.head + head, row, tiles.size(tile));
-          own.queries = scratch + queries_at_ + place * query_bytes();
-          own.maxima = reinterpret_cast<float*>(scratch + maxima_at_) + place;
-          own.weight_sums = reinterpret_cast<float*>(scratch + weight_sums_at_) + place;
-          own.sums = reinterpret_cast<float*>(scratch + sums_at_) + place * padded_dim_;
-          if (first == start) {
-            begin(own);
-            const int64_t next = row + own.count;
-            if (next < rows)
-              bring_queries(block, own.head, next);
-            else if (head + 1 < heads)
-              bring_queries(block, own.head + 1, 0);
-            else if (after != nullptr)
-              bring_queries(*after, after->head, 0);
+      Step step;
+      for (int64_t head = block.head, heads; head < block.last_head; head += heads) {
+        heads = heads_per_step(block, head);
+        for (int64_t each = head; each < head + heads; ++each)
+          for (int64_t tile = 0; tile < tiles.count; ++tile) {
+            Rows& own = step.tiles[step.num_tiles++] = rows_of(block, each, tiles.at(tile), tiles.size(tile));
+            own.place = is_one ? step.num_rows : (each - block.head) * rows + tiles.at(tile);
+            step.num_rows += own.count;
+            const bool is_last = tile + 1 == tiles.count;
+            if (first == start) {
+              begin(own, scratch);
+              if (!is_last)
+                bring_queries(block, each, tiles.at(tile + 1));
+              else if (each + 1 < block.last_head)
+                bring_queries(block, each + 1, 0);
+              else if (after != nullptr)
+                bring_queries(*after, after->head, 0);
+            }
+            lead.owe(tile_bytes);
+            if (rows <= kSharedRows && !(is_last && each + 1 == head + heads)) continue;
+            attend_step(chunk, step, lead, scratch);
+            step.num_tiles = step.num_rows = 0;
           }
-          lead.owe(tile_bytes);
-          attend_tile(chunk, own, lead, scratch);
-        }
+      }
     }
   }
 
@@ -280,8 +305,8 @@ class Attention {
   int64_t weight_bytes() const { return score_stride_ * static_cast<int64_t>(size_of(row_dtype_)); }
 
   Rows rows_of(const Block& block, int64_t head, int64_t row, int64_t count) const {
-    return {&block, head, block.begin + row / group_, row % group_, static_cast<int>(count), nullptr, nullptr, nullptr,
-            nullptr};
+    const auto of_block = static_cast<uint32_t>(row), group = static_cast<uint32_t>(group_);
+    return {&block, head, block.begin + of_block / group, of_block % group, static_cast<int>(count)};
   }
 
   // Calls each(token, first, last) for the tokens to which rows belong, and those rows of theirs, counted from the first one.
@@ -311,71 +336,108 @@ class Attention {
     });
   }
 
+  char* queries(const Rows& own, char* scratch) const { return scratch + queries_at_ + own.place * query_bytes(); }
+  float* maxima(const Rows& own, char* scratch) const { return reinterpret_cast<float*>(scratch + maxima_at_) + own.place; }
+  float* weight_sums(const Rows& own, char* scratch) const {
+    return reinterpret_cast<float*>(scratch + weight_sums_at_) + own.place;
+  }
+  float* sums(const Rows& own, char* scratch) const {
+    return reinterpret_cast<float*>(scratch + sums_at_) + own.place * padded_dim_;
+  }
+
   // Queries and the state before the first chunk.
-  void begin(const Rows& own) const {
+  void begin(const Rows& own, char* scratch) const {
     by_token(own, [&](int64_t token, int64_t first, int64_t last) {
-      convert_row(own.queries + first * query_bytes(), row_dtype_, query_at(own, token, first), c_.dtype,
+      convert_row(queries(own, scratch) + first * query_bytes(), row_dtype_, query_at(own, token, first), c_.dtype,
                   (last - first) * c_.dim);
     });
     // Sums of the first chunk are not added to these, unless rows see it at different places.
-    if (c_.window != 0) std::fill(own.sums, own.sums + own.count * padded_dim_, 0.0f);
-    for (int64_t at = 0; at < own.count; ++at) {
-      // The running maximum is of scores before they are scaled.
-      const bool sinks = c_.sinks != nullptr;
-      own.maxima[at] = sinks ? c_.sinks[own.head * group_ + (own.query_head + at) % group_] / c_.scaling
-                             : -std::numeric_limits<float>::infinity();
-      own.weight_sums[at] = sinks ? 1.0f : 0.0f;
+    if (c_.window != 0) std::fill_n(sums(own, scratch), own.count * padded_dim_, 0.0f);
+    // The running maximum is of scores before they are scaled.
+    float *const most = maxima(own, scratch), *const weights = weight_sums(own, scratch);
+    std::fill_n(most, own.count, -std::numeric_limits<float>::infinity());
+    std::fill_n(weights, own.count, c_.sinks == nullptr ? 0.0f : 1.0f);
+    if (c_.sinks == nullptr) return;
+    for (int64_t at = 0; at < own.count; ++at)
+      most[at] = c_.sinks[own.head * group_ + (own.query_head + at) % group_] / c_.scaling;
+  }
+
+  // How many tokens, counted from a chunk's first one, a tile of rows sees.
+  int64_t left_for(const Chunk& chunk, const Rows& own) const {
+    return seen_by(*chunk.block, own.token + (own.query_head + own.count - 1) / group_) - chunk.first;
+  }
+
+  // Some tiles of rows against a chunk: scores, weights, and what they add to the sums. The last chunk's sums are the result.
+  void attend_step(const Chunk& chunk, const Step& step, Lead& lead, char* scratch) const {
+    const Block& block = *chunk.block;
+    // Tiles that share a step are of all rows of their heads.
+    const Rows &first_rows = step.tiles[0], &last_rows = step.tiles[step.num_tiles - 1];
+    const int64_t left = left_for(chunk, last_rows), most = std::min(chunk_, left);
+    if (most <= 0 || first_seen(block, first_rows.token) >= chunk.first + chunk_) return;
+    auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
+    char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
+    int64_t from[kMaxRows], seen[kMaxRows], row = 0;
+    for (int tile = 0; tile < step.num_tiles; ++tile) {
+      const Rows& own = step.tiles[tile];
+      score(chunk, own, most, lead, scores + row * score_stride_, scratch);
+      if (left <= chunk_) bring_out(own);
+      by_token(own, [&](int64_t token, int64_t first, int64_t last) {
+        std::fill(from + row + first, from + row + last,
+                  std::clamp<int64_t>(first_seen(block, token) - chunk.first, 0, chunk_));
+        std::fill(seen + row + first, seen + row + last, std::clamp<int64_t>(seen_by(block, token) - chunk.first, 0, chunk_));
+      });
+      row += own.count;
+    }
+    isa_.softmax_step({step.num_rows, scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling,
+                       maxima(first_rows, scratch), weight_sums(first_rows, scratch), row_dtype_, weights,
+                       sums(first_rows, scratch), padded_dim_});
+    for (int tile = 0; tile < step.num_tiles; ++tile) {
+      const Rows& own = step.tiles[tile];
+      add_values(chunk, own, most, lead, weights, scratch);
+      if (left <= chunk_) write(own, scratch);
+      weights += own.count * weight_bytes();
     }
   }
 
-  // One tile of rows against a chunk: scores, weights, and what they add to the sums. The last chunk's sums are the result.
-  void attend_tile(const Chunk& chunk, const Rows& own, Lead& lead, char* scratch) const {
-    const Block& block = *chunk.block;
-    const int64_t left = seen_by(block, own.token + (own.query_head + own.count - 1) / group_) - chunk.first;
-    const int64_t most = std::min(chunk_, left);
-    if (most <= 0 || first_seen(block, own.token) >= chunk.first + chunk_) return;
-    if (left <= chunk_) bring_out(own);
-    auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
-    Tile call{own.queries, query_bytes(), nullptr, c_.dim, own.count, nullptr, score_stride_, false, {}};
-    for (int64_t at = 0; at < most; at += part_) {
-      const Part& part = chunk.parts[at / part_];
-      const PackedWeight page = keys(part.page, own.head);
+  // The scores of a tile's rows for the first `most` tokens of a chunk.
+  void score(const Chunk& chunk, const Rows& own, int64_t most, Lead& lead, float* scores, char* scratch) const {
+    Tile call{queries(own, scratch), query_bytes(), nullptr, c_.dim, own.count, nullptr, score_stride_, false, {}};
+    const int64_t steps = tile_steps(c_.dtype, c_.dim);
+    const Part* part = chunk.parts;
+    for (int64_t at = 0; at < most; at += part_, ++part) {
+      const PackedWeight page = keys(part->page, own.head);
       const int64_t count = std::min(part_, most - at);
       for (int64_t done = 0; done < count; done += kPanel) {
-        call.panel = page.ready_part((part.offset + done) / kPanel, scratch + spare_at_, 0, c_.dim);
+        call.panel = page.ready_part((part->offset + done) / kPanel, scratch + spare_at_, 0, c_.dim);
         call.c = scores + at + done;
-        call.ahead = lead.bring(call.panel, tile_steps(c_.dtype, call.k));
-        tile_.run(call);
+        call.ahead = lead.bring(call.panel, steps);
+        (2 * (count - done) <= kPanel && tile_.run_half != nullptr ? tile_.run_half : tile_.run)(call);
       }
     }
-    char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
-    int64_t from[kMaxRows], seen[kMaxRows];
-    by_token(own, [&](int64_t token, int64_t first, int64_t last) {
-      std::fill(from + first, from + last, std::clamp<int64_t>(first_seen(block, token) - chunk.first, 0, chunk_));
-      std::fill(seen + first, seen + last, std::clamp<int64_t>(seen_by(block, token) - chunk.first, 0, chunk_));
-    });
-    isa_.softmax_step({own.count, scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling, own.maxima,
-                       own.weight_sums, row_dtype_, weights, own.sums, padded_dim_});
-    call.a_stride = weight_bytes();
-    call.c_stride = padded_dim_;
-    const int64_t step = blocks_cross_pages_ ? kBlockK : part_;
-    for (int64_t at = 0; at < most; at += step) {
+  }
+
+  // Adds to a tile's sums the values of the first `most` tokens of a chunk by their weights.
+  void add_values(const Chunk& chunk, const Rows& own, int64_t most, Lead& lead, const char* weights, char* scratch) const {
+    Tile call{weights, weight_bytes(), nullptr, 0, own.count, nullptr, padded_dim_, false, {}};
+    const int64_t block = blocks_cross_pages_ ? kBlockK : part_;
+    float* const own_sums = sums(own, scratch);
+    for (int64_t at = 0; at < most; at += block) {
       // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
-      call.k = std::min(step, round_up(most - at, 2));
+      call.k = std::min(block, round_up(most - at, 2));
       call.a = weights + at * static_cast<int64_t>(size_of(row_dtype_));
       call.add = c_.window != 0 || chunk.first + at > 0;
-      for (int64_t panel = 0; panel < divide_up(c_.dim, kPanel); ++panel) {
-        const Part& part = chunk.parts[at / part_];
+      const Part& part = chunk.parts[at / part_];
+      const PackedWeight page = values(part.page, own.head);
+      for (int64_t panel = 0, column = 0; column < c_.dim; ++panel, column += kPanel) {
         if (blocks_cross_pages_)
           call.panel = block_of_values(chunk, own.head, panel, at, call.k, scratch);
         else
-          call.panel = values(part.page, own.head).ready_part(panel, scratch + spare_at_, part.offset, part.offset + call.k);
-        call.c = own.sums + panel * kPanel;
+          call.panel = page.ready_part(panel, scratch + spare_at_, part.offset, part.offset + call.k);
+        call.c = own_sums + column;
         call.ahead = lead.bring(call.panel, tile_steps(c_.dtype, call.k));
         tile_.run(call);
       }
     }
-    if (left <= chunk_) write(own);
   }
 
   // A panel of the values of `count` of a chunk's tokens, from `at` on, copied from the pages where they lie.
@@ -400,11 +462,13 @@ class Attention {
     });
   }
 
-  void write(const Rows& own) const {
+  void write(const Rows& own, char* scratch) const {
+    float factors[kMaxRows];
+    const float* const weights = weight_sums(own, scratch);
+    for (int at = 0; at < own.count; ++at) factors[at] = 1.0f / weights[at];
     by_token(own, [&](int64_t token, int64_t first, int64_t last) {
-      char* out = out_at(own, token, first);
-      for (int64_t at = first; at < last; ++at, out += c_.dim * static_cast<int64_t>(element()))
-        isa_.store_scaled(own.sums + at * padded_dim_, 1.0f / own.weight_sums[at], c_.dim, c_.dtype, out);
+      isa_.store_scaled(sums(own, scratch) + first * padded_dim_, padded_dim_, factors + first, last - first, c_.dim, c_.dtype,
+                        out_at(own, token, first));
     });
   }
 
@@ -416,6 +480,7 @@ class Attention {
   // a result does not depend on how pages cut them.
   const bool blocks_cross_pages_;
   const int64_t group_, tokens_per_block_;
+  const int rows_per_step_;  // at most
   const int64_t chunk_, part_;  // tokens of a step of the softmax, and those of them that lie in one page
   const int64_t score_stride_, padded_dim_;
   std::vector<Block> blocks_;

@@ -84,6 +84,7 @@ using TileFn = void (*)(const Tile& tile);
 struct TileKernel {
   TileFn run;         // takes panels as they are when rows meet them
   TileFn run_i8;      // takes panels of int8 as they lie; null where they are never met
+  TileFn run_half;    // the first half of the columns alone, the others of c stay as they are; null where there is none
   TileFn run_coded;   // takes coded panels as they lie, whole ones; null where they are decoded before
   int max_rows;       // of a tile, at most kMaxRows
   bool chained;       // see above
@@ -94,8 +95,9 @@ struct TileKernel {
 
 // Rows of kPanel f32, `from_stride` apart, into rows of bf16 or f32, `to_stride` bytes apart, rounded to nearest.
 using StoreFn = void (*)(const float* from, int64_t from_stride, int rows, DType dtype, void* to, int64_t to_stride);
-// factor * from, stored likewise: `count` f32 of one row.
-using StoreScaledFn = void (*)(const float* from, float factor, int64_t count, DType dtype, void* to);
+// Rows of `count` f32, `from_stride` apart, each times its factor, stored likewise one after the other.
+using StoreScaledFn = void (*)(const float* from, int64_t from_stride, const float* factors, int64_t rows, int64_t count,
+                               DType dtype, void* to);
 // silu(gate) * up over rows of kPanel, stored likewise; gate and up have rows of kPanel one after the other.
 using SiluMulFn = void (*)(const float* gate, const float* up, int rows, DType dtype, void* to, int64_t to_stride);
 // g * sigmoid(alpha * g) * (u + 1) likewise, with g = min(gate, limit) and u = up between -limit and limit.

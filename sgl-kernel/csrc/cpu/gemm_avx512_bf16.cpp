@@ -6,6 +6,7 @@
 #define SGL_BATCH_LANES 16
 #define SGL_BATCH_ROWS 12
 #define SGL_BATCH_TO_BF16(value) _mm512_cvtneps_pbh((__m512)(value))
+#define SGL_BATCH_TWO_TO_BF16(first, second) _mm512_cvtne2ps_pbh((__m512)(second), (__m512)(first))
 #include "gemm_vector.h"
 
 namespace sgl_batch {
@@ -20,24 +21,27 @@ struct PairsI8 {
   static __m512bh load(const char* from) { return (__m512bh)Pairs(reinterpret_cast<const int8_t*>(from)).bf16(); }
 };
 
-template <int M, typename Weights>
+// A tile of the first `vectors` vectors of columns.
+template <int M, typename Weights, int vectors = kVectors>
 struct TilePairs {
   static void run(const Tile& tile) {
-    VecF acc[M][kVectors];
-    begin_block<M>(acc, tile, 0);
+    VecF acc[M][vectors];
+    begin_block(acc, tile, 0);
     const char* b = static_cast<const char*>(tile.panel);
     Left<M> left(tile);
     Prefetch prefetch(tile, 0);
     for (int64_t step = 0; step < tile.k; step += 2, b += 2 * kPanel * Weights::kBytes, left.advance(4), prefetch.advance()) {
-      const __m512bh low = Weights::load(b), high = Weights::load(b + 2 * kLanes * Weights::kBytes);
+      __m512bh weights[vectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; ++v) weights[v] = Weights::load(b + 2 * v * kLanes * Weights::kBytes);
 #pragma GCC unroll 16
       for (int i = 0; i < M; ++i) {
         const __m512bh row = (__m512bh)_mm512_set1_epi32(left.template word<int>(i));
-        acc[i][0] = (VecF)_mm512_dpbf16_ps((__m512)acc[i][0], row, low);
-        acc[i][1] = (VecF)_mm512_dpbf16_ps((__m512)acc[i][1], row, high);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; ++v) acc[i][v] = (VecF)_mm512_dpbf16_ps((__m512)acc[i][v], row, weights[v]);
       }
     }
-    end_block<M>(acc, tile, 0);
+    end_block(acc, tile, 0);
   }
 };
 
@@ -66,7 +70,7 @@ template <int M>
 struct TileCodedPairs {
   static void run(const Tile& tile) {
     VecF acc[M][kVectors];
-    begin_block<M>(acc, tile, 0);
+    begin_block(acc, tile, 0);
     const auto* from = static_cast<const uint16_t*>(tile.panel);
     const Exponents exponents(tile.base);
     Left<M> left(tile);
@@ -102,18 +106,22 @@ struct TileCodedPairs {
           acc[i][1] = (VecF)_mm512_dpbf16_ps((__m512)acc[i][1], row, (__m512bh)weights[2 * step + 1]);
         }
     }
-    end_block<M>(acc, tile, 0);
+    end_block(acc, tile, 0);
   }
 };
 
 template <int M>
 struct TileBf16Pairs : TilePairs<M, PairsBf16> {};
 template <int M>
+struct TileHalfPairs : TilePairs<M, PairsBf16, kVectors / 2> {};
+template <int M>
 struct TileI8Pairs : TilePairs<M, PairsI8> {};
 
 }  // namespace
 
 constinit const Isa kAvx512Bf16 =
-    isa_with("avx512_bf16", true, by_rows<TileBf16Pairs, kRows>, by_rows<TileI8Pairs, kRows>, by_rows<TileCodedPairs, kRows>);
+    isa_with("avx512_bf16", true,
+             kernel_of(by_rows<TileBf16Pairs, kRows>, by_rows<TileI8Pairs, kRows>, by_rows<TileHalfPairs, kRows>,
+                       by_rows<TileCodedPairs, kRows>));
 }  // namespace sgl_batch
 #endif

@@ -62,21 +62,21 @@ struct Prefetch {
   int64_t step, other_step;
 };
 
-template <int M>
-inline void begin_block(VecF (&acc)[M][kVectors], const Tile& tile, int column) {
+template <int M, int vectors>
+inline void begin_block(VecF (&acc)[M][vectors], const Tile& tile, int column) {
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v)
+    for (int v = 0; v < vectors; ++v)
       acc[i][v] = tile.add ? load(tile.c + i * tile.c_stride + column + v * kLanes) : VecF{};
 }
 
-template <int M>
-inline void end_block(const VecF (&acc)[M][kVectors], const Tile& tile, int column) {
+template <int M, int vectors>
+inline void end_block(const VecF (&acc)[M][vectors], const Tile& tile, int column) {
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(tile.c + i * tile.c_stride + column + v * kLanes, acc[i][v]);
+    for (int v = 0; v < vectors; ++v) store(tile.c + i * tile.c_stride + column + v * kLanes, acc[i][v]);
 }
 
 template <int M>
@@ -84,7 +84,7 @@ struct TileF32 {
   static void run(const Tile& tile) {
     for (int column = 0; column < kPanel; column += kLanes * kVectors) {
       VecF acc[M][kVectors];
-      begin_block<M>(acc, tile, column);
+      begin_block(acc, tile, column);
       const float* b = static_cast<const float*>(tile.panel) + column;
       Left<M> left(tile);
       Prefetch prefetch(tile, column);
@@ -97,7 +97,7 @@ struct TileF32 {
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) acc[i][v] += weight[v] * left.template word<float>(i);
       }
-      end_block<M>(acc, tile, column);
+      end_block(acc, tile, column);
     }
   }
 };
@@ -125,7 +125,7 @@ struct TileOfPairs {
   static void run(const Tile& tile) {
     for (int column = 0; column < kPanel; column += kLanes * kVectors) {
       VecF acc[M][kVectors];
-      begin_block<M>(acc, tile, column);
+      begin_block(acc, tile, column);
       const char* b = static_cast<const char*>(tile.panel) + 2 * column * Weights::kBytes;
       Left<M> left(tile);
       Prefetch prefetch(tile, column);
@@ -142,7 +142,7 @@ struct TileOfPairs {
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) acc[i][v] += odd[v] * left.template word<float>(i, 1);
       }
-      end_block<M>(acc, tile, column);
+      end_block(acc, tile, column);
     }
   }
 };
@@ -161,9 +161,10 @@ void by_rows(const Tile& tile) {
   Kernel<M>::run(tile);
 }
 
-constexpr TileKernel kernel_of(TileFn run, TileFn run_i8, TileFn run_coded = nullptr) {
+constexpr TileKernel kernel_of(TileFn run, TileFn run_i8, TileFn run_half = nullptr, TileFn run_coded = nullptr) {
   return {.run = run,
           .run_i8 = run_i8,
+          .run_half = run_half,
           .run_coded = run_coded,
           .max_rows = kRows,
           .chained = true,
@@ -173,11 +174,11 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8, TileFn run_coded = nul
 }
 
 // Everything but the tiles for pairs is the same for all instruction sets.
-constexpr Isa isa_with(const char* name, bool bf16_pairs, TileFn tile_bf16, TileFn tile_i8, TileFn tile_coded = nullptr) {
+constexpr Isa isa_with(const char* name, bool bf16_pairs, const TileKernel& tile_bf16) {
   return {
       .name = name,
       .bf16_pairs = bf16_pairs,
-      .tile_bf16 = kernel_of(tile_bf16, tile_i8, tile_coded),
+      .tile_bf16 = tile_bf16,
       .tile_f32 = kernel_of(by_rows<TileF32, kRows>, nullptr),
       .store = store_rows,
       .store_scaled = store_scaled,

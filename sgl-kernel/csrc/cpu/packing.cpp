@@ -135,10 +135,9 @@ ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64
   return {spare, isa.tile(dtype).run, wide};
 }
 
-const void* PackedWeight::ready_part(int64_t index, void* spare, int64_t first, int64_t last) const {
+const void* PackedWeight::padded_part(int64_t index, void* spare, int64_t first, int64_t last) const {
   const int columns = width(index);
   const char* at = panel(index) + first * columns * static_cast<int64_t>(size_of(dtype));
-  if (columns == kPanel) return at;
   pad_words<uint32_t>(at, columns, tile_steps(dtype, last - first), spare);
   return spare;
 }

@@ -52,7 +52,11 @@ struct PackedWeight {
   // padded with zeros. Of all k, for a number of tiles, or of [first, last), of a matrix that is not of int8.
   size_t spare_bytes() const { return size_of(tile_dtype(dtype)) * kPanel * static_cast<size_t>(k); }
   ReadyPanel ready(int64_t index, const Isa& isa, void* spare, int64_t tiles) const;
-  const void* ready_part(int64_t index, void* spare, int64_t first, int64_t last) const;
+  const void* ready_part(int64_t index, void* spare, int64_t first, int64_t last) const {
+    if (width(index) < kPanel) return padded_part(index, spare, first, last);
+    return panel(index) + first * kPanel * static_cast<int64_t>(size_of(dtype));
+  }
+  const void* padded_part(int64_t index, void* spare, int64_t first, int64_t last) const;
 
   // What of a panel holds numbers.
   int64_t filled_bytes() const;

@@ -46,6 +46,20 @@ inline void put(void* row, int column, VecF value, DType dtype) {
     *reinterpret_cast<VecHU*>(static_cast<uint16_t*>(row) + column) = to_bf16(value);
 }
 
+// Two vectors, one after the other.
+inline void put_two(void* row, int column, VecF first, VecF second, DType dtype) {
+#ifdef SGL_BATCH_TWO_TO_BF16
+  if (dtype != DType::kF32) {
+    typedef uint16_t Both __attribute__((vector_size(kLanes * 4)));
+    typedef uint16_t BothU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
+    *reinterpret_cast<BothU*>(static_cast<uint16_t*>(row) + column) = (Both)SGL_BATCH_TWO_TO_BF16(first, second);
+    return;
+  }
+#endif
+  put(row, column, first, dtype);
+  put(row, column + kLanes, second, dtype);
+}
+
 // b where it is larger or smaller, else a: also where one is NaN. By the instruction, for which compilers do not always
 // see that this is one.
 inline VecF larger(VecF a, VecF b) {
@@ -83,10 +97,8 @@ inline VecF exp2_within(VecF x) {
   return exp2_by(x, 1.535335855e-4f, 1.339887567e-3f, 9.618437381e-3f, 5.550332467e-2f, 2.402264791e-1f, 6.931472029e-1f, 1.0f);
 }
 
-// Within 3e-6 of it, for numbers that are rounded to bf16; 2^0 is 1.
-inline VecF exp2_coarse(VecF x) {
-  return exp2_by(x, 9.582853095e-3f, 5.590642460e-2f, 2.402409861e-1f, 6.931241934e-1f, 1.0f);
-}
+// Within 1.1e-4 of it, for numbers that are rounded to bf16, which may change them by 2e-3; 2^0 is 1.
+inline VecF exp2_coarse(VecF x) { return exp2_by(x, 5.500895e-2f, 2.4221101e-1f, 6.932829e-1f, 1.0f); }
 
 constexpr float kLeastExponent = -126.0f;
 
@@ -101,8 +113,10 @@ constexpr float kLog2E = 1.44269504088896341f;
       put(static_cast<char*>(to) + i * to_stride, column, load(from + i * from_stride + column), dtype);
 }
 
-[[maybe_unused]] void store_scaled(const float* from, float factor, int64_t count, DType dtype, void* to) {
+inline void store_scaled_row(const float* from, float factor, int64_t count, DType dtype, void* to) {
   int column = 0;
+  for (; column + 2 * kLanes <= count; column += 2 * kLanes)
+    put_two(to, column, load(from + column) * factor, load(from + column + kLanes) * factor, dtype);
   for (; column + kLanes <= count; column += kLanes) put(to, column, load(from + column) * factor, dtype);
   if (column == count) return;
   float rest[kLanes] = {};
@@ -110,6 +124,13 @@ constexpr float kLog2E = 1.44269504088896341f;
   __builtin_memcpy(rest, from + column, some * 4);
   put(rest, 0, load(rest) * factor, dtype);
   __builtin_memcpy(static_cast<char*>(to) + column * static_cast<int64_t>(size_of(dtype)), rest, some * size_of(dtype));
+}
+
+[[maybe_unused]] void store_scaled(const float* from, int64_t from_stride, const float* factors, int64_t rows, int64_t count,
+                                   DType dtype, void* to) {
+  const int64_t to_stride = count * static_cast<int64_t>(size_of(dtype));
+  for (int64_t i = 0; i < rows; ++i)
+    store_scaled_row(from + i * from_stride, factors[i], count, dtype, static_cast<char*>(to) + i * to_stride);
 }
 
 [[maybe_unused]] void silu_mul(const float* gate, const float* up, int rows, DType dtype, void* to, int64_t to_stride) {
@@ -201,17 +222,20 @@ inline void swap_lanes(Vec& a, Vec& b) {
 }
 
 // For each of kLanes rows what join_max or join_sum make of it, lane by lane: the same numbers meet in the same order.
-template <int distance = kLanes / 2, typename Join>
-inline VecF join_rows(VecF (&rows)[kLanes], const Join& join) {
+template <int count, typename Join>
+inline VecF join_rows(const VecF (&rows)[count], const Join& join) {
+  constexpr int distance = count / 2;
+  VecF joined[distance];
 #pragma GCC unroll 16
   for (int i = 0; i < distance; ++i) {
-    swap_lanes<distance>(rows[i], rows[i + distance]);
-    rows[i] = join(rows[i], rows[i + distance]);
+    VecF a = rows[i], b = rows[i + distance];
+    swap_lanes<distance>(a, b);
+    joined[i] = join(a, b);
   }
   if constexpr (distance == 1)
-    return rows[0];
+    return joined[0];
   else
-    return join_rows<distance / 2>(rows, join);
+    return join_rows(joined, join);
 }
 
 constexpr int32_t kLaneNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -244,16 +268,24 @@ inline VecF largest_seen(float* scores, int64_t first, int64_t valid, int64_t wi
 template <DType kTo>
 inline VecF weigh(const float* scores, int64_t whole, int64_t width, float maximum, float factor, void* weights) {
   VecF sum = {};
-  const auto one = [&](int64_t i, bool is_whole) __attribute__((always_inline)) {
-    const VecF score = load(scores + i), exponent = larger((score - maximum) * factor, splat(kLeastExponent));
+  const float scaled_maximum = maximum * factor;
+  const auto weight = [&](int64_t i, bool is_whole) __attribute__((always_inline)) {
+    const VecF score = load(scores + i);
+    // One multiply-add will do for weights that are rounded to bf16.
+    const VecF below = kTo == DType::kF32 ? (score - maximum) * factor : score * factor - scaled_maximum;
+    const VecF exponent = larger(below, splat(kLeastExponent));
     const VecF weight = kTo == DType::kF32 ? exp2_within(exponent) : exp2_coarse(exponent);
     const VecF counted = is_whole ? weight : score <= kUnseen ? VecF{} : weight;  // NaN stays NaN
     sum += counted;
-    put(weights, static_cast<int>(i), counted, kTo);
+    return counted;
+  };
+  const auto two = [&](int64_t i, bool is_whole) __attribute__((always_inline)) {
+    const VecF first = weight(i, is_whole);
+    put_two(weights, static_cast<int>(i), first, weight(i + kLanes, is_whole), kTo);
   };
   int64_t i = 0;
-  for (; i < whole; i += kLanes) one(i, true);
-  for (; i < width; i += kLanes) one(i, false);
+  for (; i + 2 * kLanes <= whole; i += 2 * kLanes) two(i, true);
+  for (; i < width; i += 2 * kLanes) two(i, false);
   return sum;
 }
 
