@@ -22,6 +22,7 @@ from comparison.terminal import say
 from kernel_rates.shapes import Shapes, shapes_of
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.sglang_adapter.child_processes import THREAD_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ("experts", "linear", "attention")
@@ -64,12 +65,14 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     shapes = shapes_of(options.model)
     # The engine sets the same for its own processes, before torch loads OpenMP.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ |= {name: value for name, value in THREAD_ENVIRONMENT.items() if name not in os.environ}
     import torch
     from kernel_rates import report, work
 
     from sgl_batch.kernel_loader import native_kernels
+    from sgl_batch.memory.kept_memory import keep_freed_memory
 
+    keep_freed_memory()  # as the engine does
     kernels = native_kernels()
     if kernels is None:
         raise ConfigError("the native kernels are not installed: scripts/install builds them")

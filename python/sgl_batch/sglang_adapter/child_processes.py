@@ -22,14 +22,14 @@ from sgl_batch.sglang_adapter.process_title import find_title
 
 FORK, FORKSERVER, SPAWN = "fork", "forkserver", "spawn"
 
+# How threads of operators wait: they sleep, because the engine's other processes share the cores, and spinning threads lose
+# most of their time while one of them has no core. Only for some 50 us do they spin first, as long as there is a core for
+# each: the calls of a recorded pass follow each other in less, and to wake a thread takes as long.
+THREAD_ENVIRONMENT = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"})
 _CPU_ENVIRONMENT = {
+    **THREAD_ENVIRONMENT,
     # Python's resource tracker warns about semaphores of killed processes, and removes them itself.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
-    # Threads sleep while they wait: the engine's other processes share the cores, and spinning threads lose most of
-    # their time while one of them has no core. Only for some 50 us do they spin first, as long as there is a core for
-    # each: the calls of a recorded pass follow each other in less, and to wake a thread takes as long.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "3000",
     # oneDNN compiles a kernel for every number of rows, and oneDNN and torch both keep the last 1,024 kernels: half a
     # gigabyte in a long run. A decode step needs a few dozen.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -34,22 +35,25 @@ struct Chunk {
   Part parts[kChunk];
 };
 
-// Some rows of a block for one KV head, which make one tile. The first one is query head `query_head` of those of this KV head,
-// of token `token` of the piece; the token's other heads follow, and then the next token's. `place` is that of the first row
-// among those whose state is kept.
-struct Rows {
-  const Block* block;
-  int64_t head, token, query_head;
-  int count;
-  int64_t place = 0;
+// Rows [first, last) of a tile, which are of one token: where they begin in q and in the result, and how many tokens it sees.
+struct Run {
+  int first, last;
+  const char* query;
+  char* out;
+  int64_t sees;
 };
 
-// Tiles that share a step of the softmax, which takes as long for one row as for a few.
-constexpr int kSharedRows = kSoftmaxRoom + 1;
-struct Step {
-  int num_tiles = 0, num_rows = 0;
-  Rows tiles[kSharedRows];
+// Some rows of a block for one KV head, which make one tile: a token's query heads one after the other, then the next token's.
+// `place` is that of the first row among those whose state is kept.
+struct Rows {
+  int64_t head, query_head;  // KV head, and the first row's among those of it
+  int64_t place;
+  int count, num_runs;
+  Run* runs;
 };
+
+// Heads of so few rows in all share a step of the softmax, which takes as long for one row as for a few.
+constexpr int64_t kSharedRows = kSoftmaxRoom + 1;
 
 class Attention {
  public:
@@ -61,12 +65,17 @@ class Attention {
         blocks_cross_pages_(!tile_.chained && call.page % kBlockK != 0),
         group_(call.q_heads / call.kv_heads),
         tokens_per_block_(std::max<int64_t>(1, kRowsPerBlock / group_)),
-        rows_per_step_(std::max(tile_.max_rows, kSharedRows)),
+        rows_per_step_(std::max<int64_t>(tile_.max_rows, kSharedRows)),
         chunk_(call.page % kChunk == 0 || kChunk % call.page == 0 ? kChunk : call.page),
         part_(std::min(chunk_, call.page)),
         // Products of a page of fewer tokens than a panel has go past its part of a row.
         score_stride_(round_up(chunk_, kPanel) + (part_ < kPanel ? kPanel : 0)),
-        padded_dim_(round_up(call.dim, kPanel)) {
+        padded_dim_(round_up(call.dim, kPanel)),
+        element_(static_cast<int64_t>(size_of(call.dtype))),
+        row_bytes_(call.dim * element_),
+        query_token_bytes_(call.q_stride * element_),
+        out_token_bytes_(call.q_heads * row_bytes_),
+        head_bytes_(call.page * row_bytes_) {
     int64_t count = 0;
     for (int64_t piece = 0; piece < c_.pieces; ++piece)
       count += divide_up(c_.starts[piece + 1] - c_.starts[piece], tokens_per_block_);
@@ -94,6 +103,8 @@ class Attention {
     weights_at_ = one.take(static_cast<size_t>(rows_per_step_ * score_stride_) * 4);
     spare_at_ = one.take(static_cast<size_t>(kPanel * std::max(c_.dim, c_.page)) * 4);
     block_at_ = one.take(static_cast<size_t>(tile_steps(c_.dtype, kBlockK) * kStepBytes));
+    tiles_at_ = one.take(static_cast<size_t>(rows) * sizeof(Rows));
+    runs_at_ = one.take(static_cast<size_t>(rows + kMaxRows) * sizeof(Run));
     const size_t bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(bytes * num_threads()));
@@ -125,8 +136,6 @@ class Attention {
   // Where the steps of a block's softmax begin: at the same tokens for every piece of a sequence.
   int64_t first_chunk(const Block& block) const { return first_seen(block, block.begin) / chunk_ * chunk_; }
 
-  size_t element() const { return size_of(c_.dtype); }
-
   // One head's keys and values of a page.
   PackedWeight keys(int64_t page, int64_t head) const {
     return {at_page(c_.k_pages, page, head), c_.dtype, nullptr, c_.page, c_.dim};
@@ -135,7 +144,7 @@ class Attention {
     return {at_page(c_.v_pages, page, head), c_.dtype, nullptr, c_.dim, c_.page};
   }
   const char* at_page(const void* pages, int64_t page, int64_t head) const {
-    return static_cast<const char*>(pages) + static_cast<size_t>((page * c_.kv_heads + head) * c_.page * c_.dim) * element();
+    return static_cast<const char*>(pages) + (page * c_.kv_heads + head) * head_bytes_;
   }
 
   // The tokens that a block meets from `first` on. Returns false if there are none.
@@ -257,38 +266,37 @@ class Attention {
 
   // `after` is what comes next, or null.
   void attend(const Block& block, const Block* after, Lead& lead, char* scratch) const {
-    const int64_t rows = (block.end - block.begin) * group_;
+    const int64_t rows = (block.end - block.begin) * group_, start = first_chunk(block);
     const Tiles tiles(0, rows, tile_.max_rows);
-    const int64_t start = first_chunk(block);
+    const int64_t count = tiles.count * (block.last_head - block.head);
+    const int64_t per_step = rows <= kSharedRows ? tiles.count * heads_per_step(block, block.head) : 1;
     const bool is_one = start + chunk_ >= seen_by(block, block.end - 1);  // then steps come one after the other, in one place
+    Rows* const all = reinterpret_cast<Rows*>(scratch + tiles_at_);
+    Run* runs = reinterpret_cast<Run*>(scratch + runs_at_);
+    for (int64_t tile = 0, place = 0; tile < count; ++tile) {
+      const int64_t of_head = tile % tiles.count;
+      all[tile] = find_rows(block, block.head + tile / tiles.count, tiles.at(of_head), tiles.size(of_head), runs);
+      runs += all[tile].num_runs;
+      if (is_one && tile % per_step == 0) place = 0;
+      all[tile].place = place;
+      place += all[tile].count;
+    }
     const TileUse use(tile_);
     lead.enter(block, after);
     Chunk chunk;
     for (int64_t first = start; take(chunk, block, first); first += chunk_) {
       const int64_t tile_bytes = chunk_bytes(chunk) / tiles.count;
-      Step step;
-      for (int64_t head = block.head, heads; head < block.last_head; head += heads) {
-        heads = heads_per_step(block, head);
-        for (int64_t each = head; each < head + heads; ++each)
-          for (int64_t tile = 0; tile < tiles.count; ++tile) {
-            Rows& own = step.tiles[step.num_tiles++] = rows_of(block, each, tiles.at(tile), tiles.size(tile));
-            own.place = is_one ? step.num_rows : (each - block.head) * rows + tiles.at(tile);
-            step.num_rows += own.count;
-            const bool is_last = tile + 1 == tiles.count;
-            if (first == start) {
-              begin(own, scratch);
-              if (!is_last)
-                bring_queries(block, each, tiles.at(tile + 1));
-              else if (each + 1 < block.last_head)
-                bring_queries(block, each + 1, 0);
-              else if (after != nullptr)
-                bring_queries(*after, after->head, 0);
-            }
-            lead.owe(tile_bytes);
-            if (rows <= kSharedRows && !(is_last && each + 1 == head + heads)) continue;
-            attend_step(chunk, step, lead, scratch);
-            step.num_tiles = step.num_rows = 0;
-          }
+      for (int64_t tile = 0, end; tile < count; tile = end) {
+        end = std::min(count, tile + per_step);
+        for (int64_t each = tile; each < end && first == start; ++each) {
+          begin(all[each], scratch);
+          if (each + 1 < count)
+            bring_queries(all[each + 1]);
+          else if (after != nullptr)
+            bring_first_queries(*after, runs);
+        }
+        lead.owe(tile_bytes * (end - tile));
+        attend_step(chunk, all + tile, end - tile, lead, scratch);
       }
     }
   }
@@ -298,42 +306,41 @@ class Attention {
     int64_t bytes = 0;
     for (int64_t part = 0; part < chunk.num_parts; ++part)
       bytes += (round_up(chunk.parts[part].count, kPanel) + round_up(chunk.parts[part].count, 2)) * padded_dim_;
-    return bytes * static_cast<int64_t>(element());
+    return bytes * element_;
   }
 
   int64_t query_bytes() const { return c_.dim * static_cast<int64_t>(size_of(row_dtype_)); }
   int64_t weight_bytes() const { return score_stride_ * static_cast<int64_t>(size_of(row_dtype_)); }
 
-  Rows rows_of(const Block& block, int64_t head, int64_t row, int64_t count) const {
-    const auto of_block = static_cast<uint32_t>(row), group = static_cast<uint32_t>(group_);
-    return {&block, head, block.begin + of_block / group, of_block % group, static_cast<int>(count)};
+  // Rows from the given one of a block on, for one of its KV heads. Their runs go to `runs`.
+  Rows find_rows(const Block& block, int64_t head, int64_t row, int count, Run* runs) const {
+    const int group = static_cast<int>(group_), of_block = static_cast<int>(row), query_head = of_block % group;
+    const int64_t token = block.begin + of_block / group, at_head = (head * group_ + query_head) * row_bytes_;
+    const int64_t of_call = c_.starts[block.piece] + token;
+    const char* query = static_cast<const char*>(c_.q) + of_call * query_token_bytes_ + at_head;
+    char* out = static_cast<char*>(c_.out) + of_call * out_token_bytes_ + at_head;
+    int64_t sees = seen_by(block, token), before = query_head * row_bytes_;
+    int num_runs = 0;
+    for (int first = 0, last = group - query_head; first < count; first = last, last += group) {
+      runs[num_runs++] = {first, std::min(last, count), query, out, sees++};
+      query += query_token_bytes_ - before;
+      out += out_token_bytes_ - before;
+      before = 0;
+    }
+    return {head, query_head, 0, count, num_runs, runs};
   }
 
-  // Calls each(token, first, last) for the tokens to which rows belong, and those rows of theirs, counted from the first one.
-  template <typename Each>
-  void by_token(const Rows& rows, const Each& each) const {
-    int64_t token = rows.token, end = group_ - rows.query_head;
-    for (int64_t at = 0; at < rows.count; at = end, end += group_, ++token) each(token, at, std::min<int64_t>(end, rows.count));
+  size_t bytes_of(const Run& run) const { return static_cast<size_t>((run.last - run.first) * row_bytes_); }
+
+  // Brings the queries of a tile of rows closer.
+  void bring_queries(const Rows& rows) const {
+    for (int i = 0; i < rows.num_runs; ++i) fetch(rows.runs[i].query, bytes_of(rows.runs[i]));
   }
 
-  // Where a token's row lies in q or in the result, `stride` numbers a token: for one KV head one after the other.
-  int64_t offset(const Rows& rows, int64_t token, int64_t row, int64_t stride) const {
-    const int64_t query_head = rows.head * group_ + rows.query_head + row - (token - rows.token) * group_;
-    return ((c_.starts[rows.block->piece] + token) * stride + query_head * c_.dim) * static_cast<int64_t>(element());
-  }
-  const char* query_at(const Rows& rows, int64_t token, int64_t row) const {
-    return static_cast<const char*>(c_.q) + offset(rows, token, row, c_.q_stride);
-  }
-  char* out_at(const Rows& rows, int64_t token, int64_t row) const {
-    return static_cast<char*>(c_.out) + offset(rows, token, row, c_.q_heads * c_.dim);
-  }
-
-  // Brings the queries of a tile of rows, from the given one on, closer.
-  void bring_queries(const Block& block, int64_t head, int64_t row) const {
-    const Rows rows = rows_of(block, head, row, std::min<int64_t>(tile_.max_rows, (block.end - block.begin) * group_ - row));
-    by_token(rows, [&](int64_t token, int64_t first, int64_t last) {
-      fetch(query_at(rows, token, first), static_cast<size_t>((last - first) * c_.dim) * element());
-    });
+  // Those of a block's first tile; `runs`: room for its runs.
+  void bring_first_queries(const Block& block, Run* runs) const {
+    const int64_t rows = (block.end - block.begin) * group_;
+    bring_queries(find_rows(block, block.head, 0, Tiles(0, rows, tile_.max_rows).size(0), runs));
   }
 
   char* queries(const Rows& own, char* scratch) const { return scratch + queries_at_ + own.place * query_bytes(); }
@@ -347,10 +354,11 @@ class Attention {
 
   // Queries and the state before the first chunk.
   void begin(const Rows& own, char* scratch) const {
-    by_token(own, [&](int64_t token, int64_t first, int64_t last) {
-      convert_row(queries(own, scratch) + first * query_bytes(), row_dtype_, query_at(own, token, first), c_.dtype,
-                  (last - first) * c_.dim);
-    });
+    for (int i = 0; i < own.num_runs; ++i) {
+      const Run& run = own.runs[i];
+      convert_row(queries(own, scratch) + run.first * query_bytes(), row_dtype_, run.query, c_.dtype,
+                  (run.last - run.first) * c_.dim);
+    }
     // Sums of the first chunk are not added to these, unless rows see it at different places.
     if (c_.window != 0) std::fill_n(sums(own, scratch), own.count * padded_dim_, 0.0f);
     // The running maximum is of scores before they are scaled.
@@ -362,42 +370,37 @@ class Attention {
       most[at] = c_.sinks[own.head * group_ + (own.query_head + at) % group_] / c_.scaling;
   }
 
-  // How many tokens, counted from a chunk's first one, a tile of rows sees.
-  int64_t left_for(const Chunk& chunk, const Rows& own) const {
-    return seen_by(*chunk.block, own.token + (own.query_head + own.count - 1) / group_) - chunk.first;
-  }
-
   // Some tiles of rows against a chunk: scores, weights, and what they add to the sums. The last chunk's sums are the result.
-  void attend_step(const Chunk& chunk, const Step& step, Lead& lead, char* scratch) const {
-    const Block& block = *chunk.block;
+  void attend_step(const Chunk& chunk, const Rows* tiles, int64_t num_tiles, Lead& lead, char* scratch) const {
     // Tiles that share a step are of all rows of their heads.
-    const Rows &first_rows = step.tiles[0], &last_rows = step.tiles[step.num_tiles - 1];
-    const int64_t left = left_for(chunk, last_rows), most = std::min(chunk_, left);
-    if (most <= 0 || first_seen(block, first_rows.token) >= chunk.first + chunk_) return;
+    const Rows &first_rows = tiles[0], &last_rows = tiles[num_tiles - 1];
+    const int64_t left = last_rows.runs[last_rows.num_runs - 1].sees - chunk.first, most = std::min(chunk_, left);
+    if (most <= 0 || hidden_from(first_rows.runs[0]) >= chunk.first + chunk_) return;
     auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
     char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
     int64_t from[kMaxRows], seen[kMaxRows], row = 0;
-    for (int tile = 0; tile < step.num_tiles; ++tile) {
-      const Rows& own = step.tiles[tile];
+    for (const Rows& own : std::span(tiles, static_cast<size_t>(num_tiles))) {
       score(chunk, own, most, lead, scores + row * score_stride_, scratch);
       if (left <= chunk_) bring_out(own);
-      by_token(own, [&](int64_t token, int64_t first, int64_t last) {
-        std::fill(from + row + first, from + row + last,
-                  std::clamp<int64_t>(first_seen(block, token) - chunk.first, 0, chunk_));
-        std::fill(seen + row + first, seen + row + last, std::clamp<int64_t>(seen_by(block, token) - chunk.first, 0, chunk_));
-      });
-      row += own.count;
+      for (int i = 0; i < own.num_runs; ++i) {
+        const Run& run = own.runs[i];
+        const int64_t first = std::clamp<int64_t>(hidden_from(run) - chunk.first, 0, chunk_);
+        const int64_t end = std::clamp<int64_t>(run.sees - chunk.first, 0, chunk_);
+        for (int count = run.last - run.first; count > 0; --count, ++row) from[row] = first, seen[row] = end;
+      }
     }
-    isa_.softmax_step({step.num_rows, scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling,
+    isa_.softmax_step({static_cast<int>(row), scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling,
                        maxima(first_rows, scratch), weight_sums(first_rows, scratch), row_dtype_, weights,
                        sums(first_rows, scratch), padded_dim_});
-    for (int tile = 0; tile < step.num_tiles; ++tile) {
-      const Rows& own = step.tiles[tile];
+    for (const Rows& own : std::span(tiles, static_cast<size_t>(num_tiles))) {
       add_values(chunk, own, most, lead, weights, scratch);
       if (left <= chunk_) write(own, scratch);
       weights += own.count * weight_bytes();
     }
   }
+
+  // How many of the first tokens the window hides.
+  int64_t hidden_from(const Run& run) const { return c_.window == 0 ? 0 : std::max<int64_t>(0, run.sees - c_.window); }
 
   // The scores of a tile's rows for the first `most` tokens of a chunk.
   void score(const Chunk& chunk, const Rows& own, int64_t most, Lead& lead, float* scores, char* scratch) const {
@@ -420,22 +423,32 @@ class Attention {
   void add_values(const Chunk& chunk, const Rows& own, int64_t most, Lead& lead, const char* weights, char* scratch) const {
     Tile call{weights, weight_bytes(), nullptr, 0, own.count, nullptr, padded_dim_, false, {}};
     const int64_t block = blocks_cross_pages_ ? kBlockK : part_;
+    const bool in_pairs = tile_.run_two != nullptr && c_.dim % kPanel == 0;
     float* const own_sums = sums(own, scratch);
-    for (int64_t at = 0; at < most; at += block) {
+    for (int64_t at = 0, step; at < most; at += step) {
       // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.
-      call.k = std::min(block, round_up(most - at, 2));
+      const int64_t left = round_up(most - at, 2);
+      const bool two = in_pairs && left > block;
+      step = two ? 2 * block : block;
+      call.k = std::min(block, left);
       call.a = weights + at * static_cast<int64_t>(size_of(row_dtype_));
       call.add = c_.window != 0 || chunk.first + at > 0;
-      const Part& part = chunk.parts[at / part_];
-      const PackedWeight page = values(part.page, own.head);
+      const Part* const part = chunk.parts + at / part_;
+      const PackedWeight page = values(part->page, own.head);
+      const int64_t k = std::min(step, left);
       for (int64_t panel = 0, column = 0; column < c_.dim; ++panel, column += kPanel) {
         if (blocks_cross_pages_)
           call.panel = block_of_values(chunk, own.head, panel, at, call.k, scratch);
         else
-          call.panel = page.ready_part(panel, scratch + spare_at_, part.offset, part.offset + call.k);
+          call.panel = page.ready_part(panel, scratch + spare_at_, part->offset, part->offset + call.k);
         call.c = own_sums + column;
-        call.ahead = lead.bring(call.panel, tile_steps(c_.dtype, call.k));
-        tile_.run(call);
+        call.ahead = lead.bring(call.panel, tile_steps(c_.dtype, k));
+        if (two) {
+          const PackedWeight second = values(part[1].page, own.head);
+          tile_.run_two(call, second.ready_part(panel, nullptr, part[1].offset, part[1].offset + k - call.k), k - call.k);
+        } else {
+          tile_.run(call);
+        }
       }
     }
   }
@@ -457,19 +470,18 @@ class Attention {
 
   // Brings the memory of a tile's result to the first cache, so that it waits for none.
   void bring_out(const Rows& own) const {
-    by_token(own, [&](int64_t token, int64_t first, int64_t last) {
-      fetch_to_write(out_at(own, token, first), static_cast<size_t>((last - first) * c_.dim) * element());
-    });
+    for (int i = 0; i < own.num_runs; ++i) fetch_to_write(own.runs[i].out, bytes_of(own.runs[i]));
   }
 
   void write(const Rows& own, char* scratch) const {
     float factors[kMaxRows];
-    const float* const weights = weight_sums(own, scratch);
+    const float *const weights = weight_sums(own, scratch), *const own_sums = sums(own, scratch);
     for (int at = 0; at < own.count; ++at) factors[at] = 1.0f / weights[at];
-    by_token(own, [&](int64_t token, int64_t first, int64_t last) {
-      isa_.store_scaled(sums(own, scratch) + first * padded_dim_, padded_dim_, factors + first, last - first, c_.dim, c_.dtype,
-                        out_at(own, token, first));
-    });
+    for (int i = 0; i < own.num_runs; ++i) {
+      const Run& run = own.runs[i];
+      isa_.store_scaled(own_sums + run.first * padded_dim_, padded_dim_, factors + run.first, run.last - run.first, c_.dim,
+                        c_.dtype, run.out);
+    }
   }
 
   const AttentionCall& c_;
@@ -480,12 +492,14 @@ class Attention {
   // a result does not depend on how pages cut them.
   const bool blocks_cross_pages_;
   const int64_t group_, tokens_per_block_;
-  const int rows_per_step_;  // at most
+  const int64_t rows_per_step_;  // at most
   const int64_t chunk_, part_;  // tokens of a step of the softmax, and those of them that lie in one page
   const int64_t score_stride_, padded_dim_;
+  const int64_t element_, row_bytes_;  // a number of q and of the pages, and as many as a head has of them
+  const int64_t query_token_bytes_, out_token_bytes_, head_bytes_;  // from token to token in q and the result; a page's head
   std::vector<Block> blocks_;
   size_t queries_at_ = 0, sums_at_ = 0, maxima_at_ = 0, weight_sums_at_ = 0, scores_at_ = 0, weights_at_ = 0;
-  size_t spare_at_ = 0, block_at_ = 0;
+  size_t spare_at_ = 0, block_at_ = 0, tiles_at_ = 0, runs_at_ = 0;
 };
 
 }  // namespace

@@ -79,12 +79,15 @@ struct Tile {
   void* decoded = nullptr;  // where its numbers go as they lie without codes, or null
 };
 using TileFn = void (*)(const Tile& tile);
+// The same, where the rows' next `second_k` numbers meet the panel `second`.
+using TwoPanelsFn = void (*)(const Tile& tile, const void* second, int64_t second_k);
 
 // The tiles for weights of one number type, all of the same order.
 struct TileKernel {
   TileFn run;         // takes panels as they are when rows meet them
   TileFn run_i8;      // takes panels of int8 as they lie; null where they are never met
   TileFn run_half;    // the first half of the columns alone, the others of c stay as they are; null where there is none
+  TwoPanelsFn run_two;  // null where a second panel takes a call of its own
   TileFn run_coded;   // takes coded panels as they lie, whole ones; null where they are decoded before
   int max_rows;       // of a tile, at most kMaxRows
   bool chained;       // see above

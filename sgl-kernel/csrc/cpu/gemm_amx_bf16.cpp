@@ -93,6 +93,7 @@ void run(const Tile& tile) {
 constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_i8 = run<PanelI8>,
                                         .run_half = nullptr,
+                                        .run_two = nullptr,
                                         .run_coded = nullptr,
                                         .max_rows = kMaxRows,
                                         .chained = false,

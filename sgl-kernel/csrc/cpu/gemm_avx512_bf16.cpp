@@ -27,10 +27,26 @@ struct TilePairs {
   static void run(const Tile& tile) {
     VecF acc[M][vectors];
     begin_block(acc, tile, 0);
-    const char* b = static_cast<const char*>(tile.panel);
     Left<M> left(tile);
     Prefetch prefetch(tile, 0);
-    for (int64_t step = 0; step < tile.k; step += 2, b += 2 * kPanel * Weights::kBytes, left.advance(4), prefetch.advance()) {
+    multiply(acc, tile.panel, tile.k, left, prefetch);
+    end_block(acc, tile, 0);
+  }
+  static void run(const Tile& tile, const void* second, int64_t second_k) {
+    VecF acc[M][vectors];
+    begin_block(acc, tile, 0);
+    Left<M> left(tile);
+    Prefetch prefetch(tile, 0);
+    multiply(acc, tile.panel, tile.k, left, prefetch);
+    multiply(acc, second, second_k, left, prefetch);
+    end_block(acc, tile, 0);
+  }
+
+ private:
+  [[gnu::always_inline]] static void multiply(VecF (&acc)[M][vectors], const void* panel, int64_t k, Left<M>& left,
+                                              Prefetch& prefetch) {
+    const char* b = static_cast<const char*>(panel);
+    for (int64_t step = 0; step < k; step += 2, b += 2 * kPanel * Weights::kBytes, left.advance(4), prefetch.advance()) {
       __m512bh weights[vectors];
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; ++v) weights[v] = Weights::load(b + 2 * v * kLanes * Weights::kBytes);
@@ -41,7 +57,6 @@ struct TilePairs {
         for (int v = 0; v < vectors; ++v) acc[i][v] = (VecF)_mm512_dpbf16_ps((__m512)acc[i][v], row, weights[v]);
       }
     }
-    end_block(acc, tile, 0);
   }
 };
 
@@ -122,6 +137,6 @@ struct TileI8Pairs : TilePairs<M, PairsI8> {};
 constinit const Isa kAvx512Bf16 =
     isa_with("avx512_bf16", true,
              kernel_of(by_rows<TileBf16Pairs, kRows>, by_rows<TileI8Pairs, kRows>, by_rows<TileHalfPairs, kRows>,
-                       by_rows<TileCodedPairs, kRows>));
+                       by_rows<TileBf16Pairs, kRows>, by_rows<TileCodedPairs, kRows>));
 }  // namespace sgl_batch
 #endif

@@ -73,10 +73,12 @@ inline void begin_block(VecF (&acc)[M][vectors], const Tile& tile, int column) {
 
 template <int M, int vectors>
 inline void end_block(const VecF (&acc)[M][vectors], const Tile& tile, int column) {
+  float* const c = tile.c + column;
+  const int64_t stride = tile.c_stride;  // which for all the compiler knows a store may change
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) store(tile.c + i * tile.c_stride + column + v * kLanes, acc[i][v]);
+    for (int v = 0; v < vectors; ++v) store(c + i * stride + v * kLanes, acc[i][v]);
 }
 
 template <int M>
@@ -153,18 +155,20 @@ template <int M>
 struct TileI8 : TileOfPairs<M, WeightsI8> {};
 
 // One compiled kernel for each number of rows.
-template <template <int> class Kernel, int M>
-void by_rows(const Tile& tile) {
+template <template <int> class Kernel, int M, typename... Others>
+void by_rows(const Tile& tile, Others... others) {
   if constexpr (M > 1) {
-    if (tile.m < M) return by_rows<Kernel, M - 1>(tile);
+    if (tile.m < M) return by_rows<Kernel, M - 1>(tile, others...);
   }
-  Kernel<M>::run(tile);
+  Kernel<M>::run(tile, others...);
 }
 
-constexpr TileKernel kernel_of(TileFn run, TileFn run_i8, TileFn run_half = nullptr, TileFn run_coded = nullptr) {
+constexpr TileKernel kernel_of(TileFn run, TileFn run_i8, TileFn run_half = nullptr, TwoPanelsFn run_two = nullptr,
+                               TileFn run_coded = nullptr) {
   return {.run = run,
           .run_i8 = run_i8,
           .run_half = run_half,
+          .run_two = run_two,
           .run_coded = run_coded,
           .max_rows = kRows,
           .chained = true,

@@ -85,7 +85,8 @@ def test_families_that_name_their_sizes_differently_are_read_alike(tmp_path, con
 def test_the_command_prints_every_table_and_writes_every_round(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(product_work, "_SIDE", 256)
     monkeypatch.setattr(product_work, "_READ_BYTES", 1 << 20)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in THREAD_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     record = tmp_path / "record.json"
     command = ["--rounds", "2", "--sample-s", "0.001", "--tokens-per-expert", "1", "--rows", "2", "--contexts", "64"]
     command += ["--batches", "2", "--layers", "1", "--json", str(record)]
