@@ -37,6 +37,7 @@ COUNTS = {
 }
 
 Plain = dict[str, Any]
+_OF_A_SEQUENCE = tuple(one.name for one in fields(SequenceState))
 
 
 class _RecordingView(Sequence[SequenceState]):
@@ -164,7 +165,11 @@ def _from_counts_alone(actions: Actions) -> bool:
 
 def rows_of(sequences: Iterable[SequenceState]) -> list[Plain]:
     """Return sequences as plain data."""
-    return [{**asdict(one), "status": one.status.value, "ranks": sorted(one.ranks)} for one in sequences]
+    # A sequence has no parts that `asdict` would have to copy.
+    return [
+        {name: getattr(one, name) for name in _OF_A_SEQUENCE} | {"status": one.status.value, "ranks": sorted(one.ranks)}
+        for one in sequences
+    ]
 
 
 def numbers_of(state: State) -> Plain:
