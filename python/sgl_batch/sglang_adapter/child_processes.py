@@ -22,9 +22,9 @@ from sgl_batch.sglang_adapter.process_title import find_title
 
 FORK, FORKSERVER, SPAWN = "fork", "forkserver", "spawn"
 
-# How threads of operators wait: they sleep, because the engine's other processes share the cores, and spinning threads lose
-# most of their time while one of them has no core. Only for some 50 us do they spin first, as long as there is a core for
-# each: the calls of a recorded pass follow each other in less, and to wake a thread takes as long.
+# How threads of operators wait: they sleep, because the engine's other processes share the cores, and spinning threads
+# lose most of their time while one of them has no core. Only for some 50 us do they spin first, as long as there is a
+# core for each: the calls of a recorded pass follow each other in less, and to wake a thread takes as long.
 THREAD_ENVIRONMENT = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"})
 _CPU_ENVIRONMENT = {
     **THREAD_ENVIRONMENT,

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <limits>
 #include <span>
-#include <utility>
 #include <vector>
 
+#include "attention_pages.h"
 #include "packing.h"
 #include "rows.h"
 #include "tasks.h"
@@ -16,24 +16,6 @@ namespace sgl_batch {
 namespace {
 
 constexpr int64_t kRowsPerBlock = 96;  // rows (tokens x query heads of one KV head) that share a pass over the pages
-constexpr int64_t kChunk = 128;        // tokens of one step of the softmax
-
-// Tokens [begin, end) of a piece, for KV heads [head, last_head).
-struct Block {
-  int64_t piece, head, last_head, begin, end;
-};
-
-// What lies in one page of the tokens that a block meets in one step: `count` of them, from `offset` on.
-struct Part {
-  int64_t page, offset, count;
-};
-
-// The tokens, from `first` on, that a block meets in one step.
-struct Chunk {
-  const Block* block = nullptr;
-  int64_t first = 0, num_parts = 0;
-  Part parts[kChunk];
-};
 
 // Rows [first, last) of a tile, which are of one token: where they begin in q and in the result, and how many tokens it sees.
 struct Run {
@@ -52,9 +34,6 @@ struct Rows {
   Run* runs;
 };
 
-// Heads of so few rows in all share a step of the softmax, which takes as long for one row as for a few.
-constexpr int64_t kSharedRows = kSoftmaxRoom + 1;
-
 class Attention {
  public:
   explicit Attention(const AttentionCall& call)
@@ -63,19 +42,19 @@ class Attention {
         row_dtype_(isa_.row_dtype(call.dtype)),
         tile_(isa_.tile(call.dtype)),
         blocks_cross_pages_(!tile_.chained && call.page % kBlockK != 0),
-        group_(call.q_heads / call.kv_heads),
+        pages_(call),
+        group_(pages_.group()),
         tokens_per_block_(std::max<int64_t>(1, kRowsPerBlock / group_)),
         rows_per_step_(std::max<int64_t>(tile_.max_rows, kSharedRows)),
-        chunk_(call.page % kChunk == 0 || kChunk % call.page == 0 ? kChunk : call.page),
-        part_(std::min(chunk_, call.page)),
+        chunk_(pages_.chunk()),
+        part_(pages_.part()),
         // Products of a page of fewer tokens than a panel has go past its part of a row.
         score_stride_(round_up(chunk_, kPanel) + (part_ < kPanel ? kPanel : 0)),
         padded_dim_(round_up(call.dim, kPanel)),
         element_(static_cast<int64_t>(size_of(call.dtype))),
         row_bytes_(call.dim * element_),
         query_token_bytes_(call.q_stride * element_),
-        out_token_bytes_(call.q_heads * row_bytes_),
-        head_bytes_(call.page * row_bytes_) {
+        out_token_bytes_(call.q_heads * row_bytes_) {
     int64_t count = 0;
     for (int64_t piece = 0; piece < c_.pieces; ++piece)
       count += divide_up(c_.starts[piece + 1] - c_.starts[piece], tokens_per_block_);
@@ -89,7 +68,8 @@ class Attention {
           blocks_.push_back({piece, head, head + heads, token, std::min(tokens, token + tokens_per_block_)});
     }
     // Long ones first, so that no thread begins one at the end.
-    std::stable_sort(blocks_.begin(), blocks_.end(), [this](const Block& a, const Block& b) { return work(a) > work(b); });
+    std::stable_sort(blocks_.begin(), blocks_.end(),
+                     [this](const AttentionBlock& a, const AttentionBlock& b) { return work(a) > work(b); });
   }
 
   void run() {
@@ -110,167 +90,27 @@ class Attention {
     char* base = static_cast<char*>(workspace.at_least(bytes * num_threads()));
     for (int thread = 0; thread < num_threads(); ++thread) one.guard(base + bytes * thread);
     const auto count = static_cast<int64_t>(blocks_.size());
-    std::vector<Lead> leads;
-    for (int thread = 0; thread < num_threads(); ++thread) leads.emplace_back(*this);
+    std::vector<AttentionLead> leads;
+    for (int thread = 0; thread < num_threads(); ++thread) leads.emplace_back(pages_);
     run_tasks_ahead(count, [&](int64_t index, int64_t next, int thread) {
-      const Block* after = next < count ? &blocks_[next] : nullptr;
+      const AttentionBlock* after = next < count ? &blocks_[next] : nullptr;
       attend(blocks_[index], after, leads[static_cast<size_t>(thread)], base + bytes * thread);
     });
   }
 
  private:
-  int64_t work(const Block& block) const {
-    return (block.end - block.begin) * (seen_by(block, block.end - 1) - first_chunk(block));
-  }
-
-  // How many tokens the given token of a block's piece sees.
-  int64_t seen_by(const Block& block, int64_t token) const {
-    return c_.lengths[block.piece] - (c_.starts[block.piece + 1] - c_.starts[block.piece]) + token + 1;
-  }
-
-  // The first token that the given token of a block's piece sees.
-  int64_t first_seen(const Block& block, int64_t token) const {
-    return c_.window == 0 ? 0 : std::max<int64_t>(0, seen_by(block, token) - c_.window);
-  }
-
-  // Where the steps of a block's softmax begin: at the same tokens for every piece of a sequence.
-  int64_t first_chunk(const Block& block) const { return first_seen(block, block.begin) / chunk_ * chunk_; }
-
-  // One head's keys and values of a page.
-  PackedWeight keys(int64_t page, int64_t head) const {
-    return {at_page(c_.k_pages, page, head), c_.dtype, nullptr, c_.page, c_.dim};
-  }
-  PackedWeight values(int64_t page, int64_t head) const {
-    return {at_page(c_.v_pages, page, head), c_.dtype, nullptr, c_.dim, c_.page};
-  }
-  const char* at_page(const void* pages, int64_t page, int64_t head) const {
-    return static_cast<const char*>(pages) + (page * c_.kv_heads + head) * head_bytes_;
-  }
-
-  // The tokens that a block meets from `first` on. Returns false if there are none.
-  bool take(Chunk& chunk, const Block& block, int64_t first) const {
-    const int64_t tokens = std::min(chunk_, seen_by(block, block.end - 1) - first);
-    chunk.block = &block;
-    chunk.first = first;
-    chunk.num_parts = 0;
-    for (int64_t at = 0; at < tokens; at += part_)
-      chunk.parts[chunk.num_parts++] = {c_.tables[c_.table_starts[block.piece] + (first + at) / c_.page],
-                                        (first + at) % c_.page, std::min(part_, tokens - at)};
-    return tokens > 0;
-  }
-
-  // Goes through the pages in the order in which a thread reads them, kLead bytes ahead of its tiles, so that each of them
-  // brings closer what is read that much later, and as many bytes as it reads itself. Without that a chunk of few tokens would
-  // have to bring a whole one.
-  class alignas(2 * kLineBytes) Lead {
-   public:
-    explicit Lead(const Attention& all) : all_(all) {}
-
-    // The thread begins one block, and knows which one comes after, or none.
-    void enter(const Block& block, const Block* after) {
-      after_ = after;
-      if (last_ != &block) {
-        begin(&block);
-        owed_ = 0;
-        for (int64_t skipped = 0; skipped < kLead && next_run(); at_ = end_) skipped += end_ - at_;
-      } else if (chunk_.block == nullptr) {
-        begin(std::exchange(after_, nullptr));  // a block of less than the lead
-      }
-    }
-
-    // The tiles that follow read so many bytes for the first time.
-    void owe(int64_t bytes) { owed_ += bytes; }
-
-    // What a tile of so many steps over `panel` brings.
-    Ahead bring(const void* panel, int64_t steps) {
-      const int64_t most = steps * kStepBytes;
-      while (owed_ > 0 && (at_ < end_ || next_run())) {
-        const char* from = at_;
-        if (std::min(static_cast<int64_t>(end_ - at_), owed_) >= most) {
-          at_ += most;
-          owed_ -= most;
-          return {from, kStepBytes};
-        }
-        const int64_t bytes = std::min({static_cast<int64_t>(end_ - at_), owed_, most});
-        at_ += bytes;
-        owed_ -= bytes;
-        if (2 * bytes >= most || owed_ <= 0) return {from, divide_up(bytes, steps)};
-        for (int64_t line = 0; line < bytes; line += kLineBytes) __builtin_prefetch(from + line, 0, 2);
-      }
-      return {panel, 0};
-    }
-
-   private:
-    static constexpr int64_t kLead = 32 << 10;
-
-    void begin(const Block* block) {
-      at_ = end_ = nullptr;
-      run_ = 0;
-      chunk_.block = block;
-      if (block == nullptr) return;
-      last_ = block;
-      head_ = block->head;
-      heads_ = all_.heads_per_step(*block, head_);
-      all_.take(chunk_, *block, all_.first_chunk(*block));
-    }
-
-    // Goes on to the next bytes that lie together. Returns false once all is read that the thread knows of.
-    bool next_run() {
-      if (chunk_.block == nullptr) return false;
-      const int64_t panels = divide_up(all_.c_.dim, kPanel);
-      if (run_ == heads_ * chunk_.num_parts * (1 + panels)) {
-        run_ = 0;
-        head_ += heads_;
-        if (head_ == chunk_.block->last_head) {
-          head_ = chunk_.block->head;
-          if (!all_.take(chunk_, *chunk_.block, chunk_.first + all_.chunk_)) begin(std::exchange(after_, nullptr));
-          if (chunk_.block == nullptr) return false;
-        }
-        heads_ = all_.heads_per_step(*chunk_.block, head_);
-      }
-      if (run_ < heads_ * chunk_.num_parts) {
-        const Part& part = chunk_.parts[run_ % chunk_.num_parts];
-        const PackedWeight keys = all_.keys(part.page, head_ + run_ / chunk_.num_parts);
-        ++run_;
-        at_ = keys.panel(part.offset / kPanel);
-        end_ = at_ + divide_up(part.count, kPanel) * keys.panel_bytes();
-        return true;
-      }
-      const int64_t number = run_ - heads_ * chunk_.num_parts;
-      const Part& part = chunk_.parts[number / panels % chunk_.num_parts];
-      const PackedWeight values = all_.values(part.page, head_ + number / panels / chunk_.num_parts);
-      at_ = values.panel(number % panels) + tile_steps(values.dtype, part.offset) * kStepBytes;
-      end_ = at_ + tile_steps(values.dtype, part.count) * kStepBytes;
-      // Panels of a whole page lie one after the other.
-      const bool is_whole = part.count == all_.c_.page;
-      if (is_whole) end_ = at_ + panels * values.panel_bytes();
-      run_ += is_whole ? panels : 1;
-      return true;
-    }
-
-    const Attention& all_;
-    const Block* after_ = nullptr;
-    const Block* last_ = nullptr;  // the last one that it has begun
-    Chunk chunk_;
-    int64_t head_ = 0, heads_ = 1;  // those of a step of the softmax
-    int64_t run_ = 0, owed_ = 0;
-    const char* at_ = nullptr;
-    const char* end_ = nullptr;
-  };
-
-  // How many of a block's heads, from the given one on, share a step of the softmax: all their rows are few.
-  int64_t heads_per_step(const Block& block, int64_t head) const {
-    const int64_t rows = (block.end - block.begin) * group_;
-    return std::clamp<int64_t>(kSharedRows / rows, 1, block.last_head - head);
+  int64_t work(const AttentionBlock& block) const {
+    return (block.end - block.begin) * (pages_.seen_by(block, block.end - 1) - pages_.first_chunk(block));
   }
 
   // `after` is what comes next, or null.
-  void attend(const Block& block, const Block* after, Lead& lead, char* scratch) const {
-    const int64_t rows = (block.end - block.begin) * group_, start = first_chunk(block);
+  void attend(const AttentionBlock& block, const AttentionBlock* after, AttentionLead& lead, char* scratch) const {
+    const int64_t rows = (block.end - block.begin) * group_, start = pages_.first_chunk(block);
     const Tiles tiles(0, rows, tile_.max_rows);
     const int64_t count = tiles.count * (block.last_head - block.head);
-    const int64_t per_step = rows <= kSharedRows ? tiles.count * heads_per_step(block, block.head) : 1;
-    const bool is_one = start + chunk_ >= seen_by(block, block.end - 1);  // then steps come one after the other, in one place
+    const int64_t per_step = rows <= kSharedRows ? tiles.count * pages_.heads_per_step(block, block.head) : 1;
+    // Within one chunk steps come one after the other, in one place.
+    const bool is_one = start + chunk_ >= pages_.seen_by(block, block.end - 1);
     Rows* const all = reinterpret_cast<Rows*>(scratch + tiles_at_);
     Run* runs = reinterpret_cast<Run*>(scratch + runs_at_);
     for (int64_t tile = 0, place = 0; tile < count; ++tile) {
@@ -283,8 +123,8 @@ class Attention {
     }
     const TileUse use(tile_);
     lead.enter(block, after);
-    Chunk chunk;
-    for (int64_t first = start; take(chunk, block, first); first += chunk_) {
+    AttentionChunk chunk;
+    for (int64_t first = start; pages_.take(chunk, block, first); first += chunk_) {
       const int64_t tile_bytes = chunk_bytes(chunk) / tiles.count;
       for (int64_t tile = 0, end; tile < count; tile = end) {
         end = std::min(count, tile + per_step);
@@ -302,7 +142,7 @@ class Attention {
   }
 
   // What the tiles read of a chunk, for one head.
-  int64_t chunk_bytes(const Chunk& chunk) const {
+  int64_t chunk_bytes(const AttentionChunk& chunk) const {
     int64_t bytes = 0;
     for (int64_t part = 0; part < chunk.num_parts; ++part)
       bytes += (round_up(chunk.parts[part].count, kPanel) + round_up(chunk.parts[part].count, 2)) * padded_dim_;
@@ -313,13 +153,13 @@ class Attention {
   int64_t weight_bytes() const { return score_stride_ * static_cast<int64_t>(size_of(row_dtype_)); }
 
   // Rows from the given one of a block on, for one of its KV heads. Their runs go to `runs`.
-  Rows find_rows(const Block& block, int64_t head, int64_t row, int count, Run* runs) const {
+  Rows find_rows(const AttentionBlock& block, int64_t head, int64_t row, int count, Run* runs) const {
     const int group = static_cast<int>(group_), of_block = static_cast<int>(row), query_head = of_block % group;
     const int64_t token = block.begin + of_block / group, at_head = (head * group_ + query_head) * row_bytes_;
     const int64_t of_call = c_.starts[block.piece] + token;
     const char* query = static_cast<const char*>(c_.q) + of_call * query_token_bytes_ + at_head;
     char* out = static_cast<char*>(c_.out) + of_call * out_token_bytes_ + at_head;
-    int64_t sees = seen_by(block, token), before = query_head * row_bytes_;
+    int64_t sees = pages_.seen_by(block, token), before = query_head * row_bytes_;
     int num_runs = 0;
     for (int first = 0, last = group - query_head; first < count; first = last, last += group) {
       runs[num_runs++] = {first, std::min(last, count), query, out, sees++};
@@ -338,7 +178,7 @@ class Attention {
   }
 
   // Those of a block's first tile; `runs`: room for its runs.
-  void bring_first_queries(const Block& block, Run* runs) const {
+  void bring_first_queries(const AttentionBlock& block, Run* runs) const {
     const int64_t rows = (block.end - block.begin) * group_;
     bring_queries(find_rows(block, block.head, 0, Tiles(0, rows, tile_.max_rows).size(0), runs));
   }
@@ -371,7 +211,8 @@ class Attention {
   }
 
   // Some tiles of rows against a chunk: scores, weights, and what they add to the sums. The last chunk's sums are the result.
-  void attend_step(const Chunk& chunk, const Rows* tiles, int64_t num_tiles, Lead& lead, char* scratch) const {
+  void attend_step(const AttentionChunk& chunk, const Rows* tiles, int64_t num_tiles, AttentionLead& lead,
+                   char* scratch) const {
     // Tiles that share a step are of all rows of their heads.
     const Rows &first_rows = tiles[0], &last_rows = tiles[num_tiles - 1];
     const int64_t left = last_rows.runs[last_rows.num_runs - 1].sees - chunk.first, most = std::min(chunk_, left);
@@ -403,12 +244,13 @@ class Attention {
   int64_t hidden_from(const Run& run) const { return c_.window == 0 ? 0 : std::max<int64_t>(0, run.sees - c_.window); }
 
   // The scores of a tile's rows for the first `most` tokens of a chunk.
-  void score(const Chunk& chunk, const Rows& own, int64_t most, Lead& lead, float* scores, char* scratch) const {
+  void score(const AttentionChunk& chunk, const Rows& own, int64_t most, AttentionLead& lead, float* scores,
+             char* scratch) const {
     Tile call{queries(own, scratch), query_bytes(), nullptr, c_.dim, own.count, nullptr, score_stride_, false, {}};
     const int64_t steps = tile_steps(c_.dtype, c_.dim);
-    const Part* part = chunk.parts;
+    const PagePart* part = chunk.parts;
     for (int64_t at = 0; at < most; at += part_, ++part) {
-      const PackedWeight page = keys(part->page, own.head);
+      const PackedWeight page = pages_.keys(part->page, own.head);
       const int64_t count = std::min(part_, most - at);
       for (int64_t done = 0; done < count; done += kPanel) {
         call.panel = page.ready_part((part->offset + done) / kPanel, scratch + spare_at_, 0, c_.dim);
@@ -420,7 +262,8 @@ class Attention {
   }
 
   // Adds to a tile's sums the values of the first `most` tokens of a chunk by their weights.
-  void add_values(const Chunk& chunk, const Rows& own, int64_t most, Lead& lead, const char* weights, char* scratch) const {
+  void add_values(const AttentionChunk& chunk, const Rows& own, int64_t most, AttentionLead& lead, const char* weights,
+                  char* scratch) const {
     Tile call{weights, weight_bytes(), nullptr, 0, own.count, nullptr, padded_dim_, false, {}};
     const int64_t block = blocks_cross_pages_ ? kBlockK : part_;
     const bool in_pairs = tile_.run_two != nullptr && c_.dim % kPanel == 0;
@@ -433,8 +276,8 @@ class Attention {
       call.k = std::min(block, left);
       call.a = weights + at * static_cast<int64_t>(size_of(row_dtype_));
       call.add = c_.window != 0 || chunk.first + at > 0;
-      const Part* const part = chunk.parts + at / part_;
-      const PackedWeight page = values(part->page, own.head);
+      const PagePart* const part = chunk.parts + at / part_;
+      const PackedWeight page = pages_.values(part->page, own.head);
       const int64_t k = std::min(step, left);
       for (int64_t panel = 0, column = 0; column < c_.dim; ++panel, column += kPanel) {
         if (blocks_cross_pages_)
@@ -444,7 +287,7 @@ class Attention {
         call.c = own_sums + column;
         call.ahead = lead.bring(call.panel, tile_steps(c_.dtype, k));
         if (two) {
-          const PackedWeight second = values(part[1].page, own.head);
+          const PackedWeight second = pages_.values(part[1].page, own.head);
           tile_.run_two(call, second.ready_part(panel, nullptr, part[1].offset, part[1].offset + k - call.k), k - call.k);
         } else {
           tile_.run(call);
@@ -454,13 +297,14 @@ class Attention {
   }
 
   // A panel of the values of `count` of a chunk's tokens, from `at` on, copied from the pages where they lie.
-  const void* block_of_values(const Chunk& chunk, int64_t head, int64_t panel, int64_t at, int64_t count, char* scratch) const {
+  const void* block_of_values(const AttentionChunk& chunk, int64_t head, int64_t panel, int64_t at, int64_t count,
+                              char* scratch) const {
     char* block = scratch + block_at_;
     for (const int64_t end = at + count; at < end;) {
-      const Part& part = chunk.parts[at / part_];
+      const PagePart& part = chunk.parts[at / part_];
       const int64_t offset = part.offset + at % part_, some = std::min(end - at, part_ - at % part_);
       const size_t bytes = static_cast<size_t>(tile_steps(c_.dtype, some) * kStepBytes);
-      const void* from = values(part.page, head).ready_part(panel, scratch + spare_at_, offset, offset + some);
+      const void* from = pages_.values(part.page, head).ready_part(panel, scratch + spare_at_, offset, offset + some);
       std::memcpy(block, from, bytes);
       block += bytes;
       at += some;
@@ -488,16 +332,17 @@ class Attention {
   const Isa& isa_;
   const DType row_dtype_;
   const TileKernel& tile_;
-  // A page may end within a block of the values' k. The tile does not cut its sums there, so that blocks are put together first:
-  // a result does not depend on how pages cut them.
+  // A page may end within a block of the values' k. The tile does not cut its sums there, so that blocks are put together
+  // first: a result does not depend on how pages cut them.
   const bool blocks_cross_pages_;
+  const AttentionPages pages_;
   const int64_t group_, tokens_per_block_;
   const int64_t rows_per_step_;  // at most
   const int64_t chunk_, part_;  // tokens of a step of the softmax, and those of them that lie in one page
   const int64_t score_stride_, padded_dim_;
   const int64_t element_, row_bytes_;  // a number of q and of the pages, and as many as a head has of them
-  const int64_t query_token_bytes_, out_token_bytes_, head_bytes_;  // from token to token in q and the result; a page's head
-  std::vector<Block> blocks_;
+  const int64_t query_token_bytes_, out_token_bytes_;  // from token to token in q and the result
+  std::vector<AttentionBlock> blocks_;
   size_t queries_at_ = 0, sums_at_ = 0, maxima_at_ = 0, weight_sums_at_ = 0, scores_at_ = 0, weights_at_ = 0;
   size_t spare_at_ = 0, block_at_ = 0, tiles_at_ = 0, runs_at_ = 0;
 };

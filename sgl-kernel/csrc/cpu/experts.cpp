@@ -70,7 +70,7 @@ class Experts {
     if (blocks)
       inter_layout_ = RowLayout::blocks(rows);
     else
-      inter_layout_ = RowLayout::plain(whole ? padded : c_.between_stride, row_dtype_);
+      inter_layout_ = RowLayout::plain(whole ? row_stride(padded) : c_.between_stride, row_dtype_);
     const int64_t inter_bytes = blocks ? inter_layout_.bytes(c_.inter) : rows * inter_layout_.row;
     const size_t inter_at = all.take(whole ? static_cast<size_t>(inter_bytes) : 0);
     scratch_bytes_ = (one.total() + 4095) / 4096 * 4096;
@@ -89,7 +89,7 @@ class Experts {
   // How `rows` gathered ones lie.
   RowLayout x_layout(int64_t rows) const {
     if (tile_.row_blocks) return RowLayout::blocks(rows);
-    return RowLayout::plain(static_cast<int64_t>(row_bytes(c_.hidden)), row_dtype_);
+    return RowLayout::plain(row_stride(static_cast<int64_t>(row_bytes(c_.hidden))), row_dtype_);
   }
   int64_t x_bytes() const { return c_.hidden * static_cast<int64_t>(size_of(c_.x_dtype)); }
   const char* x_row(int64_t row) const {

@@ -24,18 +24,19 @@ class Gated {
         panels_(divide_up(c_.last, kPanel) - first_panel_),
         blocks_(divide_up(c_.rows, kTilesPerBlock * tile_.max_rows)),
         chunks_(std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_), 1, panels_)),
-        row_bytes_(c_.hidden * static_cast<int64_t>(size_of(row_dtype_))) {}
+        row_bytes_(c_.hidden * static_cast<int64_t>(size_of(row_dtype_))),
+        in_place_(row_dtype_ == c_.x_dtype && (blocks_ == 1 || row_stride(row_bytes_) == row_bytes_)),
+        stride_(in_place_ ? row_bytes_ : row_stride(row_bytes_)) {}
 
   void run() {
-    const bool in_place = row_dtype_ == c_.x_dtype;
     Carver carver;
-    const size_t rows_at = carver.take(in_place ? 0 : static_cast<size_t>(row_bytes_ * c_.rows));
+    const size_t rows_at = carver.take(in_place_ ? 0 : static_cast<size_t>(stride_ * c_.rows));
     const size_t spare_at = carver.take(2 * gate_.spare_bytes() * num_threads());
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(carver.total()));
     carver.guard(base);
-    rows_ = in_place ? static_cast<const char*>(c_.x) : base + rows_at;
-    if (!in_place) run_tasks(blocks_, [&](int64_t block, int) { convert(block, base + rows_at); });
+    rows_ = in_place_ ? static_cast<const char*>(c_.x) : base + rows_at;
+    if (!in_place_) run_tasks(blocks_, [&](int64_t block, int) { convert(block, base + rows_at); });
     // The blocks of one chunk come one after the other: its weights are then in the caches.
     run_tasks(chunks_ * blocks_, [&](int64_t task, int thread) {
       multiply(task / blocks_, task % blocks_, base + spare_at + 2 * gate_.spare_bytes() * thread);
@@ -48,7 +49,7 @@ class Gated {
   void convert(int64_t block, char* to) const {
     const auto x_bytes = static_cast<int64_t>(size_of(c_.x_dtype)) * c_.hidden;
     for (int64_t row = block_begin(block); row < block_begin(block + 1); ++row)
-      convert_row(to + row * row_bytes_, row_dtype_, static_cast<const char*>(c_.x) + row * x_bytes, c_.x_dtype, c_.hidden);
+      convert_row(to + row * stride_, row_dtype_, static_cast<const char*>(c_.x) + row * x_bytes, c_.x_dtype, c_.hidden);
   }
 
   // A block of rows through a chunk of the panels of gate and up.
@@ -73,7 +74,7 @@ class Gated {
   void product(const PackedWeight& weight, ReadyPanel& ready, int64_t panel, const char* after, const Tiles& tiles,
                int64_t tile, float* to) const {
     const int m = tiles.size(tile);
-    ready.multiply({rows_ + tiles.at(tile) * row_bytes_, row_bytes_, ready.data, c_.hidden, m, to, kPanel, false,
+    ready.multiply({rows_ + tiles.at(tile) * stride_, stride_, ready.data, c_.hidden, m, to, kPanel, false,
                     tiles.ahead(tile, after, weight.panel_bytes(), tile_steps(weight.dtype, c_.hidden))});
     weight.scale(panel, isa_, to, kPanel, m);
   }
@@ -97,6 +98,8 @@ class Gated {
   const TileKernel& tile_;
   const PackedWeight gate_, up_;
   const int64_t first_panel_, panels_, blocks_, chunks_, row_bytes_;
+  const bool in_place_;  // rows meet weights as they are given
+  const int64_t stride_;  // from row to row when they do
   const char* rows_ = nullptr;
 };
 

@@ -24,8 +24,12 @@ constexpr int kPanel = 32;
 constexpr int kMaxRows = 32;  // of a tile, on any instruction set
 constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel: one f32 or one pair of bf16 for each column
 constexpr int64_t kLineBytes = 64;  // of a cache line
+constexpr int64_t kWayBytes = 4096;  // of a first cache, which has but 8 to 12 ways: lines so far apart share a place in each
 constexpr int64_t kBlockK = 32;  // numbers of a row, see below
 constexpr int64_t kAnyK = int64_t{1} << 40;
+
+// How far apart rows of so many bytes should begin, so that the caches have room for those of a tile.
+inline int64_t row_stride(int64_t bytes) { return bytes % kWayBytes == 0 ? bytes + kLineBytes : bytes; }
 
 enum class DType { kBf16, kF32, kI8 };
 

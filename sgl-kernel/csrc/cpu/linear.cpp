@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "rows.h"
 #include "tasks.h"
@@ -16,21 +17,25 @@ class Linear {
         isa_(isa()),
         row_dtype_(isa_.row_dtype(c_.w.dtype)),
         tile_(isa_.tile(c_.w.dtype)),
-        in_place_(row_dtype_ == c_.x_dtype),
         element_(static_cast<int64_t>(size_of(c_.x_dtype))),
         row_bytes_(c_.w.k * static_cast<int64_t>(size_of(row_dtype_))),
         blocks_(divide_up(c_.rows, rows_per_block(tile_, row_bytes_))),
-        spread_(tile_.row_blocks && in_place_ && blocks_ > 1),
+        crowded_(!tile_.row_blocks && c_.rows > tile_.max_rows && row_stride(c_.x_row * element_) != c_.x_row * element_),
+        in_place_(row_dtype_ == c_.x_dtype && !(crowded_ && blocks_ == 1)),
+        stride_(in_place_ ? c_.x_row * element_ : row_stride(row_bytes_)),
+        spread_(in_place_ && blocks_ > 1 && (tile_.row_blocks || crowded_)),
         chunks_(divide_up(c_.w.panels(), panels_per_task())) {}
 
   void run() {
     Carver carver;
-    const size_t rows_at = carver.take(in_place_ ? 0 : static_cast<size_t>(row_bytes_ * c_.rows * c_.heads));
+    const size_t rows_at = carver.take(in_place_ ? 0 : static_cast<size_t>(stride_ * c_.rows * c_.heads));
     Carver one;
     spare_at_ = one.take(c_.w.spare_bytes());
-    const RowLayout layout = layout_of(divide_up(c_.rows, blocks_));
-    spread_at_ = one.take(spread_ ? static_cast<size_t>(layout.bytes(c_.w.k)) : 0);
-    results_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(divide_up(c_.rows, blocks_) + tile_.max_rows));
+    const int64_t block_rows = divide_up(c_.rows, blocks_);
+    const RowLayout layout = layout_of(block_rows);
+    const int64_t block_bytes = tile_.row_blocks ? layout.bytes(c_.w.k) : block_rows * layout.row;
+    spread_at_ = one.take(spread_ ? static_cast<size_t>(block_bytes) : 0);
+    results_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(block_rows + tile_.max_rows));
     const size_t own_bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     const size_t own_at = carver.take(own_bytes * num_threads());
     static thread_local Workspace workspace;
@@ -66,15 +71,15 @@ class Linear {
 
   // How a block's rows lie when they meet weights.
   RowLayout layout_of(int64_t rows) const {
-    if (spread_) return RowLayout::blocks(rows);
-    return RowLayout::plain(in_place_ ? c_.x_row * element_ : row_bytes_, row_dtype_);
+    if (!spread_) return RowLayout::plain(stride_, row_dtype_);
+    return tile_.row_blocks ? RowLayout::blocks(rows) : RowLayout::plain(row_stride(row_bytes_), row_dtype_);
   }
 
   int64_t block_begin(int64_t block) const { return c_.rows * block / blocks_; }
   const char* given(int64_t head, int64_t row) const {
     return static_cast<const char*>(c_.x) + (row * c_.x_row + head * c_.x_head) * element_;
   }
-  char* converted(int64_t head, int64_t row) const { return converted_ + (head * c_.rows + row) * row_bytes_; }
+  char* converted(int64_t head, int64_t row) const { return converted_ + (head * c_.rows + row) * stride_; }
 
   void convert(int64_t head, int64_t block) const {
     for (int64_t row = block_begin(block); row < block_begin(block + 1); ++row)
@@ -121,11 +126,15 @@ class Linear {
     }
   }
 
-  // The rows by blocks of k.
+  // The rows by blocks of k, or only further apart.
   const char* spread(int64_t head, const Tiles& tiles, const RowLayout& layout, char* to) const {
     for (int64_t row = 0; row < tiles.rows; ++row) {
       if (row + 1 < tiles.rows) fetch(given(head, tiles.begin + row + 1), static_cast<size_t>(row_bytes_));
-      spread_row(to + layout.at(row, 0), layout.block, given(head, tiles.begin + row), c_.w.k);
+      const char* from = given(head, tiles.begin + row);
+      if (tile_.row_blocks)
+        spread_row(to + layout.at(row, 0), layout.block, from, c_.w.k);
+      else
+        std::memcpy(to + layout.at(row, 0), from, static_cast<size_t>(row_bytes_));
     }
     return to;
   }
@@ -145,9 +154,11 @@ class Linear {
   const Isa& isa_;
   const DType row_dtype_;
   const TileKernel& tile_;
-  const bool in_place_;  // rows meet weights in their own number type
   const int64_t element_, row_bytes_, blocks_;
-  const bool spread_;  // each task copies its rows by blocks of k
+  const bool crowded_;   // rows lie so that a tile's would share a place in the caches
+  const bool in_place_;  // rows are not converted before: they meet weights as given, or each task copies them
+  const int64_t stride_;  // from row to row, as given or converted
+  const bool spread_;    // each task copies its rows, by blocks of k or further apart
   const int64_t chunks_;
   size_t spare_at_ = 0, spread_at_ = 0, results_at_ = 0;
   char* converted_ = nullptr;

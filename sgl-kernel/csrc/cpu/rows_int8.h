@@ -25,7 +25,7 @@ class Int8RowsRoom {
  public:
   Int8RowsRoom() = default;
   Int8RowsRoom(Carver& carver, int64_t rows, int64_t k)
-      : stride_((k + kRowBytes - 1) / kRowBytes * kRowBytes),
+      : stride_(row_stride((k + kRowBytes - 1) / kRowBytes * kRowBytes)),
         data_at_(carver.take(static_cast<size_t>(rows * stride_))),
         scales_at_(carver.take(sizeof(float) * static_cast<size_t>(rows))),
         starts_at_(carver.take(sizeof(int32_t) * static_cast<size_t>(rows))) {}

@@ -12,6 +12,7 @@ from kernel_rates.shapes import Shapes, shapes_of
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe.cpu_experts import combined_experts
+from sgl_batch.sglang_adapter.child_processes import THREAD_ENVIRONMENT
 
 SMALL = Shapes(hidden=64, inter=32, experts=8, top_k=2, q_heads=4, kv_heads=2, head_dim=32, vocabulary=96)
 

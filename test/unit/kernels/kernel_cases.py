@@ -17,10 +17,10 @@ from kernel_attention import attention_cases
 from kernel_checks import DTYPES, TOLERANCE, Check, relative_error
 from kernel_choices import choice_cases
 from kernel_coded import coded_cases
-from kernel_int8 import int8_cases
+from kernel_int8 import int8_cases, int8_long_row_cases
 from kernel_latent import latent_cases
 from kernel_pages import page_cases
-from kernel_products import expert_cases, gated_cases, linear_cases
+from kernel_products import expert_cases, gated_cases, linear_cases, long_row_cases
 
 
 def row_cases() -> Iterator[Check]:
@@ -89,6 +89,8 @@ def main() -> None:
         page_cases(),
         latent_cases(),
         coded_cases(),
+        long_row_cases(),
+        int8_long_row_cases(),
     )
     for name, holds in itertools.chain.from_iterable(cases):
         checked += 1

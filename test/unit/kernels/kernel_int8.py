@@ -52,6 +52,12 @@ def int8_cases() -> Iterator[Check]:
         yield from expert_case(DTYPES[number % 2], shape, ROUTINGS[number % len(ROUTINGS)])
 
 
+def int8_long_row_cases() -> Iterator[Check]:
+    """Rows of whole multiples of 4 KiB, which lie further apart."""
+    for dtype, rows in itertools.product(DTYPES, (1, 40)):
+        yield from linear_case(dtype, rows, 33, 4096, has_bias=False)
+
+
 def linear_case(dtype: torch.dtype, rows: int, n: int, k: int, *, has_bias: bool) -> Iterator[Check]:
     name = f"linear_int8 {dtype} {rows}x{n}x{k} bias={has_bias}"
     x, weight = torch.randn(rows, k).to(dtype), QuadWeight(1, n, k)

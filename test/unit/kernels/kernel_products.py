@@ -27,6 +27,9 @@ ROUTINGS = ("random", "one expert takes all", "one expert has none", "some choic
 LINEAR_SHAPES = ((1, 1, 2), (1, 32, 64), (12, 33, 6), (13, 64, 100), (100, 257, 48), (300, 96, 128), (4096, 40, 32))
 # rows, intermediate, hidden
 GATED_SHAPES = ((0, 64, 32), (1, 384, 1024), (13, 50, 100), (300, 130, 34))
+# Rows of whole multiples of 4 KiB, which are copied further apart, a tile's and several blocks of them.
+LONG_ROWS = (13, 300)
+LONG_INPUTS = 2048
 # number types of rows and weights; int8 has scales
 KINDS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.int8), (torch.float32, torch.int8))
 
@@ -156,6 +159,14 @@ def shard_parts(
         while len(parts) > 1:
             parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
         yield f"{name}: {ranks} ranks", torch.equal(parts[0], whole)
+
+
+def long_row_cases() -> Iterator[Check]:
+    for dtypes, rows in itertools.product(KINDS, LONG_ROWS):
+        yield from expert_case(dtypes, (rows, LONG_INPUTS, 34, 4, 2), ROUTINGS[0])
+        yield from expert_case(dtypes, (rows, 34, LONG_INPUTS, 4, 2), ROUTINGS[0])
+        yield from linear_case(dtypes, (rows, 33, LONG_INPUTS), False)
+        yield from gated_case(dtypes, rows, 34, LONG_INPUTS)
 
 
 def linear_cases() -> Iterator[Check]:
