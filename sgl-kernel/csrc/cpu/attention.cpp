@@ -216,7 +216,7 @@ class Attention {
     // Tiles that share a step are of all rows of their heads.
     const Rows &first_rows = tiles[0], &last_rows = tiles[num_tiles - 1];
     const int64_t left = last_rows.runs[last_rows.num_runs - 1].sees - chunk.first, most = std::min(chunk_, left);
-    if (most <= 0 || hidden_from(first_rows.runs[0]) >= chunk.first + chunk_) return;
+    if (most <= 0 || pages_.hidden_from(first_rows.runs[0].sees) >= chunk.first + chunk_) return;
     auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
     char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
     int64_t from[kMaxRows], seen[kMaxRows], row = 0;
@@ -225,7 +225,7 @@ class Attention {
       if (left <= chunk_) bring_out(own);
       for (int i = 0; i < own.num_runs; ++i) {
         const Run& run = own.runs[i];
-        const int64_t first = std::clamp<int64_t>(hidden_from(run) - chunk.first, 0, chunk_);
+        const int64_t first = std::clamp<int64_t>(pages_.hidden_from(run.sees) - chunk.first, 0, chunk_);
         const int64_t end = std::clamp<int64_t>(run.sees - chunk.first, 0, chunk_);
         for (int count = run.last - run.first; count > 0; --count, ++row) from[row] = first, seen[row] = end;
       }
@@ -239,9 +239,6 @@ class Attention {
       weights += own.count * weight_bytes();
     }
   }
-
-  // How many of the first tokens the window hides.
-  int64_t hidden_from(const Run& run) const { return c_.window == 0 ? 0 : std::max<int64_t>(0, run.sees - c_.window); }
 
   // The scores of a tile's rows for the first `most` tokens of a chunk.
   void score(const AttentionChunk& chunk, const Rows& own, int64_t most, AttentionLead& lead, float* scores,

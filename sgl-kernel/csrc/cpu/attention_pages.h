@@ -53,13 +53,13 @@ class AttentionPages {
     return c_.lengths[block.piece] - (c_.starts[block.piece + 1] - c_.starts[block.piece]) + token + 1;
   }
 
-  // The first token that the given token of a block's piece sees.
-  int64_t first_seen(const AttentionBlock& block, int64_t token) const {
-    return c_.window == 0 ? 0 : std::max<int64_t>(0, seen_by(block, token) - c_.window);
-  }
+  // How many of the first tokens the window hides from a token that sees so many, those included.
+  int64_t hidden_from(int64_t sees) const { return c_.window == 0 ? 0 : std::max<int64_t>(0, sees - c_.window); }
 
   // Where the steps of a block's softmax begin: at the same tokens for every piece of a sequence.
-  int64_t first_chunk(const AttentionBlock& block) const { return first_seen(block, block.begin) / chunk_ * chunk_; }
+  int64_t first_chunk(const AttentionBlock& block) const {
+    return hidden_from(seen_by(block, block.begin)) / chunk_ * chunk_;
+  }
 
   // One head's keys and values of a page.
   PackedWeight keys(int64_t page, int64_t head) const {

@@ -293,7 +293,7 @@ static_assert(kLanes <= kSoftmaxRoom + 1);
 
 // The same for at most kLanes rows.
 template <DType kTo>
-inline void softmax_rows(const SoftmaxRows r) {
+inline void softmax_rows(const SoftmaxRows& r) {
   const float factor = r.scaling * kLog2E;
   VecF lanes[kLanes];
   int32_t seeing = 0;  // a bit for each row
