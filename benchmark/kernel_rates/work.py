@@ -33,7 +33,7 @@ class Timed:
 def measure(works: Sequence[Work], *, rounds: int, sample_s: float, say: Callable[[str], None]) -> list[Timed]:
     """Time every piece of work once in each round, as the mean of as many calls as take `sample_s`."""
     say(f"warming up {len(works)} pieces of work")
-    calls = [max(1, round(sample_s / max(_seconds(work, 1), _seconds(work, 1), 1e-7))) for work in works]
+    calls = [max(1, round(sample_s / _warm_seconds(work))) for work in works]
     timed = [Timed(work=work) for work in works]
     for number in range(1, rounds + 1):
         begun = time.perf_counter()
@@ -41,6 +41,12 @@ def measure(works: Sequence[Work], *, rounds: int, sample_s: float, say: Callabl
             entry.seconds.append(_seconds(entry.work, count))
         say(f"round {number} of {rounds}: {time.perf_counter() - begun:.1f} s")
     return timed
+
+
+def _warm_seconds(work: Work) -> float:
+    """Time a second call: a first one may take many times as long, and a sample of few calls would show little else."""
+    _seconds(work, 1)
+    return max(_seconds(work, 1), 1e-7)
 
 
 def _seconds(work: Work, count: int) -> float:

@@ -27,6 +27,7 @@ constexpr int64_t kLineBytes = 64;  // of a cache line
 constexpr int64_t kWayBytes = 4096;  // of a first cache, which has but 8 to 12 ways: lines so far apart share a place in each
 constexpr int64_t kBlockK = 32;  // numbers of a row, see below
 constexpr int64_t kAnyK = int64_t{1} << 40;
+constexpr int64_t kTilesWithoutParts = 2;  // so few tiles read a panel too rarely for k to be cut, see TileKernel::best_k
 
 // How far apart rows of so many bytes should begin, so that the caches have room for those of a tile.
 inline int64_t row_stride(int64_t bytes) { return bytes % kWayBytes == 0 ? bytes + kLineBytes : bytes; }

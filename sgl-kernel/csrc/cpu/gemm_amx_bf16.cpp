@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "amx_panels.h"
+#include "coded.h"
 
 namespace sgl_batch {
 namespace {
@@ -18,21 +19,49 @@ struct PairProduct {
   }
 };
 
-// Some steps of a panel, as they lie or copied, as bf16.
+// The steps of a tile's panel as bf16, as they lie or copied. Steps are asked for in ascending order.
 struct PanelBf16 {
   static constexpr int64_t kBytes = kStepBytes;  // of a step
-  static const char* block(const char* panel, char*) { return panel; }
-  static void copy(const char* panel, int64_t steps, char* to) { std::memcpy(to, panel, static_cast<size_t>(steps * kBytes)); }
+  explicit PanelBf16(const Tile&) {}
+  const char* block(const char* steps, char*) { return steps; }
+  void copy(const char* steps, int64_t count, char* to) { std::memcpy(to, steps, static_cast<size_t>(count * kBytes)); }
 };
 struct PanelI8 {
   static constexpr int64_t kBytes = kStepBytes / 2;
-  static const char* block(const char* panel, char* copied) {
-    copy(panel, kSteps, copied);
+  explicit PanelI8(const Tile&) {}
+  const char* block(const char* steps, char* copied) {
+    copy(steps, kSteps, copied);
     return copied;
   }
-  static void copy(const char* panel, int64_t steps, char* to) {
-    kAvx512Bf16.widen(reinterpret_cast<const int8_t*>(panel), steps * kBytes, reinterpret_cast<uint16_t*>(to));
+  void copy(const char* steps, int64_t count, char* to) {
+    kAvx512Bf16.widen(reinterpret_cast<const int8_t*>(steps), count * kBytes, reinterpret_cast<uint16_t*>(to));
   }
+};
+// It is decoded block by block, so that its numbers are in the first cache when tiles read them.
+struct PanelCoded {
+  static constexpr int64_t kBytes = 2 * kCodedBlockBytes / kCodedBlockK;
+  explicit PanelCoded(const Tile& tile)
+      : panel(static_cast<const char*>(tile.panel)), base(tile.base), other(uncoded(tile.panel, tile.k)) {
+    // The next panel's list begins behind its codes; it is seldom longer than this.
+    const char* list = static_cast<const char*>(tile.ahead.from) + coded_bytes(tile.k);
+    for (int line = 0; line < 2; ++line) __builtin_prefetch(list + line * kLineBytes, 0, 2);
+  }
+  const char* block(const char* steps, char* copied) {
+    copy(steps, kSteps, copied);
+    return copied;
+  }
+  void copy(const char* steps, int64_t count, char* to) {
+    auto* numbers = reinterpret_cast<uint16_t*>(to);
+    const auto first = static_cast<uint32_t>((steps - panel) / kBytes * 2 * kPanel);
+    const auto last = first + static_cast<uint32_t>(count * 2 * kPanel);
+    kAvx512Bf16.decode(steps, 2 * count / kCodedBlockK, base, numbers);
+    for (; other->place < last; ++other)
+      if (other->place >= first) numbers[other->place - first] = other->number;
+  }
+
+  const char* panel;
+  uint32_t base;
+  const Uncoded* other;  // the next number without a code
 };
 
 inline int64_t block_bytes(const Tile& tile) { return tile.a_block == 0 ? kTileRowBytes : tile.a_block; }
@@ -49,7 +78,7 @@ struct Rest {
       std::memcpy(to, static_cast<const char*>(tile.a) + row * tile.a_stride + whole / kSteps * block_bytes(tile), bytes);
       std::memset(to + bytes, 0, kTileRowBytes - bytes);
     }
-    Panel::copy(static_cast<const char*>(tile.panel) + whole * Panel::kBytes, steps, panel);
+    Panel(tile).copy(static_cast<const char*>(tile.panel) + whole * Panel::kBytes, steps, panel);
     std::memset(panel + steps * kStepBytes, 0, static_cast<size_t>((kSteps - steps) * kStepBytes));
   }
 
@@ -62,6 +91,7 @@ template <bool two, typename Panel>
 void multiply(const Tile& tile) {
   const Rest<Panel> rest(tile);
   [[maybe_unused]] alignas(64) char copied[kSteps * kStepBytes];
+  Panel own(tile);
   BlockPrefetch prefetch(tile.ahead);
   const auto* a = static_cast<const char*>(tile.a);
   const auto* panel = static_cast<const char*>(tile.panel);
@@ -72,7 +102,7 @@ void multiply(const Tile& tile) {
     zero_sums<two>();
   for (int64_t block = tile_steps(DType::kBf16, tile.k) / kSteps; block > 0; --block) {
     prefetch.advance();
-    multiply_block<two, PairProduct>(a, tile.a_stride, Panel::block(panel, copied));
+    multiply_block<two, PairProduct>(a, tile.a_stride, own.block(panel, copied));
     a += block_bytes(tile);
     panel += kSteps * Panel::kBytes;
   }
@@ -94,7 +124,7 @@ constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_i8 = run<PanelI8>,
                                         .run_half = nullptr,
                                         .run_two = nullptr,
-                                        .run_coded = nullptr,
+                                        .run_coded = run<PanelCoded>,
                                         .max_rows = kMaxRows,
                                         .chained = false,
                                         .row_blocks = true,

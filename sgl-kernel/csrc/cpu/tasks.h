@@ -73,7 +73,7 @@ struct Tiles {
     return begin + (full_rows > 0 ? std::min(rows, tile * full_rows) : rows * tile / count);
   }
   // k is cut where a panel is read so often that it should stay in the first cache.
-  KParts parts(int64_t k, const TileKernel& kernel) const { return {k, count > 2 ? kernel.best_k : kAnyK}; }
+  KParts parts(int64_t k, const TileKernel& kernel) const { return {k, count > kTilesWithoutParts ? kernel.best_k : kAnyK}; }
   int size(int64_t tile) const { return static_cast<int>(at(tile + 1) - at(tile)); }
 
   // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow from the step `first` on: together the
@@ -81,7 +81,7 @@ struct Tiles {
   Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps, int64_t first = 0) const {
     const int64_t step = divide_up(bytes, steps * count);
     const char* share = static_cast<const char*>(from) + (tile * steps + first) * step;
-    if (rows <= kFewRows && step == 2 * kLineBytes) return {share, step, share, step};
+    if (rows <= kFewRows && full_rows == 0 && step == 2 * kLineBytes) return {share, step, share, step};
     return {share, step};
   }
 
