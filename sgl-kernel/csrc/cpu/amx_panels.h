@@ -18,17 +18,27 @@ namespace {
 
 constexpr int kSteps = kTileRows;  // of a block
 constexpr int kWord = 4;           // bytes of a step, of a row or a column: also of a sum
-static_assert(kSteps * kWord == kTileRowBytes && kPanel * kWord == 2 * kTileRowBytes && kMaxRows == 2 * kTileRows);
+static_assert(kSteps * kWord == kTileRowBytes && kPanel * kWord == 2 * kTileRowBytes && kMaxRows == 3 * kTileRows);
 static_assert(kStepBytes == kPanel * kWord);
 
+constexpr int kTwoTiles = 2 * kTileRows;  // rows of which two tiles hold 16 and the rest; more are cut into three equal tiles
+
+// Rows of each of three tiles. Where there are fewer than these have, the third begins within the second.
+inline int third_of(int rows) { return (rows + 2) / 3; }
+
 // Tiles 0 to 3: sums, of the first and the second 16 rows by the first and the second 16 columns. 4 and 5: those rows of
-// a. 6 and 7: those columns of the panel.
+// a. 6 and 7: those columns of the panel. With three tiles of rows 4 and 5 are sums, too, 6 is for rows and 7 for columns.
 inline TileConfig config_for(int rows) {
   TileConfig config;
   const auto set = [&config](int tile, int count) {
     config.rows[tile] = static_cast<uint8_t>(count);
     config.row_bytes[tile] = static_cast<uint16_t>(count > 0 ? kTileRowBytes : 0);
   };
+  if (rows > kTwoTiles) {
+    for (const int tile : {0, 1, 2, 3, 4, 5, 6}) set(tile, third_of(rows));
+    set(7, kSteps);
+    return config;
+  }
   const int first = rows < kTileRows ? rows : kTileRows, second = rows - first;
   for (const int tile : {0, 1, 4}) set(tile, first);
   for (const int tile : {2, 3, 5}) set(tile, second);
@@ -69,47 +79,97 @@ struct BlockPrefetch {
   int64_t bytes, row_bytes, row_block;
 };
 
-template <bool two>
+// How a tile's rows are held: by one, two or three tiles of rows, each by two of columns.
+enum class Hold { kOne, kTwo, kThree };
+inline Hold hold_of(int rows) { return rows > kTwoTiles ? Hold::kThree : rows > kTileRows ? Hold::kTwo : Hold::kOne; }
+
+template <Hold hold>
 void zero_sums() {
   zero_tile<0>();
   zero_tile<1>();
-  if constexpr (two) zero_tile<2>();
-  if constexpr (two) zero_tile<3>();
+  if constexpr (hold == Hold::kOne) return;
+  zero_tile<2>();
+  zero_tile<3>();
+  if constexpr (hold == Hold::kTwo) return;
+  zero_tile<4>();
+  zero_tile<5>();
 }
 
+// Where the second and the third tile of so many rows begin.
+template <Hold hold>
+struct Starts {
+  explicit Starts(int rows)
+      : second(hold == Hold::kThree ? third_of(rows) : kTileRows), third(hold == Hold::kThree ? rows - third_of(rows) : 0) {}
+  const int64_t second, third;
+};
+
 // Rows of sums, kPanel words each, begin `stride` bytes apart.
-template <bool two>
-void load_sums(const void* from, int64_t stride) {
+template <Hold hold>
+void load_sums(const void* from, int64_t stride, const Starts<hold>& starts) {
   const auto* c = static_cast<const char*>(from);
   load_tile<0>(c, stride);
   load_tile<1>(c + kTileRowBytes, stride);
-  if constexpr (two) load_tile<2>(c + kTileRows * stride, stride);
-  if constexpr (two) load_tile<3>(c + kTileRows * stride + kTileRowBytes, stride);
+  if constexpr (hold == Hold::kOne) return;
+  load_tile<2>(c + starts.second * stride, stride);
+  load_tile<3>(c + starts.second * stride + kTileRowBytes, stride);
+  if constexpr (hold == Hold::kTwo) return;
+  load_tile<4>(c + starts.third * stride, stride);
+  load_tile<5>(c + starts.third * stride + kTileRowBytes, stride);
 }
 
-template <bool two>
-void store_sums(void* to, int64_t stride) {
+template <Hold hold>
+void store_sums(void* to, int64_t stride, const Starts<hold>& starts) {
   auto* c = static_cast<char*>(to);
   store_tile<0>(c, stride);
   store_tile<1>(c + kTileRowBytes, stride);
-  if constexpr (two) store_tile<2>(c + kTileRows * stride, stride);
-  if constexpr (two) store_tile<3>(c + kTileRows * stride + kTileRowBytes, stride);
+  if constexpr (hold == Hold::kOne) return;
+  store_tile<2>(c + starts.second * stride, stride);
+  store_tile<3>(c + starts.second * stride + kTileRowBytes, stride);
+  if constexpr (hold == Hold::kTwo) return;
+  store_tile<4>(c + starts.third * stride, stride);
+  store_tile<5>(c + starts.third * stride + kTileRowBytes, stride);
 }
 
 // Product: the instruction, as a template over its three tiles.
-template <bool two, typename Product>
-inline void multiply_block(const void* rows, int64_t stride, const void* columns) {
+template <typename Product, Hold hold>
+inline void multiply_block(const void* rows, int64_t stride, const void* columns, const Starts<hold>& starts) {
   const auto* a = static_cast<const char*>(rows);
   const auto* panel = static_cast<const char*>(columns);
+  if constexpr (hold == Hold::kThree) {
+    load_tile<7>(panel, kStepBytes);
+    load_tile<6>(a, stride);
+    Product::template multiply<0, 6, 7>();
+    load_tile<6>(a + starts.second * stride, stride);
+    Product::template multiply<2, 6, 7>();
+    load_tile<6>(a + starts.third * stride, stride);
+    Product::template multiply<4, 6, 7>();
+    load_tile<7>(panel + kTileRowBytes, kStepBytes);
+    Product::template multiply<5, 6, 7>();
+    load_tile<6>(a + starts.second * stride, stride);
+    Product::template multiply<3, 6, 7>();
+    load_tile<6>(a, stride);
+    Product::template multiply<1, 6, 7>();
+    return;
+  }
   load_tile<6>(panel, kStepBytes);
   load_tile<4>(a, stride);
   Product::template multiply<0, 4, 6>();
   load_tile<7>(panel + kTileRowBytes, kStepBytes);
   Product::template multiply<1, 4, 7>();
-  if constexpr (two) {
-    load_tile<5>(a + kTileRows * stride, stride);
+  if constexpr (hold == Hold::kTwo) {
+    load_tile<5>(a + starts.second * stride, stride);
     Product::template multiply<2, 5, 6>();
     Product::template multiply<3, 5, 7>();
+  }
+}
+
+// Runs of<hold>::run(tile) for the hold that a tile's rows need.
+template <template <Hold> typename Of, typename Given>
+void by_hold(const Given& tile) {
+  switch (hold_of(tile.m)) {
+    case Hold::kOne: return Of<Hold::kOne>::run(tile);
+    case Hold::kTwo: return Of<Hold::kTwo>::run(tile);
+    case Hold::kThree: return Of<Hold::kThree>::run(tile);
   }
 }
 

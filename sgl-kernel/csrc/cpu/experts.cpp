@@ -57,7 +57,7 @@ class Experts {
     rows_at_ = one.take(static_cast<size_t>(tile_.row_blocks ? layout.bytes(c_.hidden) : block_rows_ * layout.row));
     converted_at_ = one.take(row_bytes(c_.hidden));
     panels_at_ = one.take(std::max(2 * w13(0, 0).spare_bytes(), plan_.down_panels_per_task() * w2(0).spare_bytes()));
-    const int64_t up_rows = 2 * (c_.hidden > tile_.best_k ? block_rows_ : tile_.max_rows);
+    const int64_t up_rows = 2 * (c_.hidden > tile_.best_k ? block_rows_ + tile_.max_rows : tile_.max_rows);
     const int64_t down_rows = plan_.down_panels_per_task() * tile_.max_rows;
     products_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(std::max(up_rows, down_rows)));
     sums_at_ = one.take(TokenSums::room_bytes(plan_.routing(), plan_.tokens_per_group(), kPanel * plan_.down_panels_per_task()));
@@ -119,7 +119,6 @@ class Experts {
     const PackedWeight gate = w13(block.expert, 0), up = w13(block.expert, 1);
     char* spare = scratch + panels_at_;
     auto* products = reinterpret_cast<float*>(scratch + products_at_);
-    const int64_t apart = tile_.max_rows * kPanel;  // a tile's gates and ups
     const Tiles tiles(block.begin, block.end, tile_);
     const KParts parts = tiles.parts(c_.hidden, tile_);
     const TileUse use(tile_);
@@ -138,17 +137,17 @@ class Experts {
         ready.multiply({rows + layout.at(tiles.at(tile) - block.begin, k), layout.row, ready.from(k), parts.length(part), tiles.size(tile),
                     to, kPanel, part > 0, with_x_rows(soon, after.block, call++, calls, parts.length(part)), layout.block});
       };
+      // A tile's gates, then its ups; of several parts all tiles' stay.
+      const auto gates_at = [&](int64_t tile) { return products + (parts.count > 1 ? 2 * (tiles.at(tile) - block.begin) * kPanel : 0); };
+      const auto ups_at = [&](int64_t tile) { return gates_at(tile) + tiles.size(tile) * kPanel; };
       // Part by part, one of the two panels at a time stays in the first cache.
       for (int64_t part = 0; parts.count > 1 && part < parts.count; ++part) {
-        for (int64_t tile = 0; tile < tiles.count; ++tile)
-          multiply(part, tile, gate, gate_panel, next_gate, products + 2 * tile * apart);
-        for (int64_t tile = 0; tile < tiles.count; ++tile)
-          multiply(part, tile, up, up_panel, next_up, products + (2 * tile + 1) * apart);
+        for (int64_t tile = 0; tile < tiles.count; ++tile) multiply(part, tile, gate, gate_panel, next_gate, gates_at(tile));
+        for (int64_t tile = 0; tile < tiles.count; ++tile) multiply(part, tile, up, up_panel, next_up, ups_at(tile));
       }
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int m = tiles.size(tile);
-        float* gates = products + (parts.count > 1 ? 2 * tile * apart : 0);
-        float* ups = gates + apart;
+        float *const gates = gates_at(tile), *const ups = ups_at(tile);
         if (parts.count == 1) {
           multiply(0, tile, gate, gate_panel, next_gate, gates);
           multiply(0, tile, up, up_panel, next_up, ups);
@@ -247,7 +246,7 @@ class Experts {
   // The rows of the next tile, or those from `later` on.
   Ahead with_inter_rows(const Ahead& panel, const Tiles& tiles, int64_t tile, int64_t later, int64_t k) const {
     const bool last = tile + 1 == tiles.count;
-    const int64_t count = last ? tile_.max_rows : tiles.size(tile + 1);
+    const int64_t count = last ? tile_.usual_rows() : tiles.size(tile + 1);
     const char* rows = inter_at(last ? later : tiles.at(tile + 1), k);
     const int64_t steps = tile_steps(c_.w_dtype, c_.inter);
     if (inter_layout_.row != 2 * kBlockK) return Tiles::with_rows(panel, rows, count * inter_layout_.row, steps);

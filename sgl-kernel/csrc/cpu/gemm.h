@@ -21,7 +21,7 @@
 namespace sgl_batch {
 
 constexpr int kPanel = 32;
-constexpr int kMaxRows = 32;  // of a tile, on any instruction set
+constexpr int kMaxRows = 48;  // of a tile, on any instruction set
 constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel: one f32 or one pair of bf16 for each column
 constexpr int64_t kLineBytes = 64;  // of a cache line
 constexpr int64_t kWayBytes = 4096;  // of a first cache, which has but 8 to 12 ways: lines so far apart share a place in each
@@ -95,10 +95,14 @@ struct TileKernel {
   TwoPanelsFn run_two;  // null where a second panel takes a call of its own
   TileFn run_coded;   // takes coded panels as they lie, whole ones; null where they are decoded before
   int max_rows;       // of a tile, at most kMaxRows
+  int full_rows;      // rows are cut into tiles of so many, the last of up to max_rows; 0: into as few equal ones as there can be
   bool chained;       // see above
-  bool row_blocks;    // rows are best given by blocks of k, and cut into tiles of max_rows and a rest
+  bool row_blocks;    // rows are best given by blocks of k
   int64_t best_k;     // a longer k is best cut into parts of it, whose panel stays in the first cache; a multiple of kBlockK
   void (*release)();  // gives back what a tile sets up on its thread, see TileUse in tasks.h; null where it sets up nothing
+
+  // Of most tiles.
+  int usual_rows() const { return full_rows == 0 ? max_rows : full_rows; }
 };
 
 // Rows of kPanel f32, `from_stride` apart, into rows of bf16 or f32, `to_stride` bytes apart, rounded to nearest.

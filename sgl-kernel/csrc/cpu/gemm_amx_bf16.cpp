@@ -87,35 +87,41 @@ struct Rest {
   alignas(64) char panel[kSteps * kStepBytes];
 };
 
-template <bool two, typename Panel>
-void multiply(const Tile& tile) {
-  const Rest<Panel> rest(tile);
-  [[maybe_unused]] alignas(64) char copied[kSteps * kStepBytes];
-  Panel own(tile);
-  BlockPrefetch prefetch(tile.ahead);
-  const auto* a = static_cast<const char*>(tile.a);
-  const auto* panel = static_cast<const char*>(tile.panel);
-  configure(tile.m);
-  if (tile.add)
-    load_sums<two>(tile.c, tile.c_stride * kWord);
-  else
-    zero_sums<two>();
-  for (int64_t block = tile_steps(DType::kBf16, tile.k) / kSteps; block > 0; --block) {
-    prefetch.advance();
-    multiply_block<two, PairProduct>(a, tile.a_stride, own.block(panel, copied));
-    a += block_bytes(tile);
-    panel += kSteps * Panel::kBytes;
-  }
-  if (rest.steps > 0) {
-    prefetch.advance();
-    multiply_block<two, PairProduct>(rest.a, kTileRowBytes, rest.panel);
-  }
-  store_sums<two>(tile.c, tile.c_stride * kWord);
-}
+template <typename Panel>
+struct Multiply {
+  template <Hold hold>
+  struct Of {
+    static void run(const Tile& tile) {
+      const Rest<Panel> rest(tile);
+      const Starts<hold> starts(tile.m);
+      [[maybe_unused]] alignas(64) char copied[kSteps * kStepBytes];
+      Panel own(tile);
+      BlockPrefetch prefetch(tile.ahead);
+      const auto* a = static_cast<const char*>(tile.a);
+      const auto* panel = static_cast<const char*>(tile.panel);
+      configure(tile.m);
+      if (tile.add)
+        load_sums<hold>(tile.c, tile.c_stride * kWord, starts);
+      else
+        zero_sums<hold>();
+      for (int64_t block = tile_steps(DType::kBf16, tile.k) / kSteps; block > 0; --block) {
+        prefetch.advance();
+        multiply_block<PairProduct, hold>(a, tile.a_stride, own.block(panel, copied), starts);
+        a += block_bytes(tile);
+        panel += kSteps * Panel::kBytes;
+      }
+      if (rest.steps > 0) {
+        prefetch.advance();
+        multiply_block<PairProduct, hold>(rest.a, kTileRowBytes, rest.panel, starts);
+      }
+      store_sums<hold>(tile.c, tile.c_stride * kWord, starts);
+    }
+  };
+};
 
 template <typename Panel>
 void run(const Tile& tile) {
-  tile.m > kTileRows ? multiply<true, Panel>(tile) : multiply<false, Panel>(tile);
+  by_hold<Multiply<Panel>::template Of>(tile);
 }
 
 }  // namespace
@@ -126,6 +132,7 @@ constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_two = nullptr,
                                         .run_coded = run<PanelCoded>,
                                         .max_rows = kMaxRows,
+                                        .full_rows = kTwoTiles,
                                         .chained = false,
                                         .row_blocks = true,
                                         .best_k = 256,

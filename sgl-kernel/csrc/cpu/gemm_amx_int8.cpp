@@ -17,37 +17,40 @@ struct ByteProduct {
   }
 };
 
-template <bool two>
-void multiply(const Int8Tile& tile) {
-  constexpr int64_t kSumStride = kPanel * kWord;
-  const int64_t rest = tile.steps % kSteps;
-  BlockPrefetch prefetch(tile.ahead);
-  const auto* a = tile.a;
-  const auto* panel = tile.panel;
-  for (int i = 0; i < tile.m; ++i)
-    for (int j = 0; j < kPanel; ++j) tile.c[i * kPanel + j] = tile.starts[i];
-  configure(tile.m);
-  load_sums<two>(tile.c, kSumStride);
-  for (int64_t block = tile.steps / kSteps; block > 0; --block) {
-    prefetch.advance();
-    multiply_block<two, ByteProduct>(a, tile.a_stride, panel);
-    a += kTileRowBytes;
-    panel += kSteps * kStepBytes;
+template <Hold hold>
+struct Multiply {
+  static void run(const Int8Tile& tile) {
+    constexpr int64_t kSumStride = kPanel * kWord;
+    const int64_t rest = tile.steps % kSteps;
+    const Starts<hold> starts(tile.m);
+    BlockPrefetch prefetch(tile.ahead);
+    const auto* a = tile.a;
+    const auto* panel = tile.panel;
+    for (int i = 0; i < tile.m; ++i)
+      for (int j = 0; j < kPanel; ++j) tile.c[i * kPanel + j] = tile.starts[i];
+    configure(tile.m);
+    load_sums<hold>(tile.c, kSumStride, starts);
+    for (int64_t block = tile.steps / kSteps; block > 0; --block) {
+      prefetch.advance();
+      multiply_block<ByteProduct, hold>(a, tile.a_stride, panel, starts);
+      a += kTileRowBytes;
+      panel += kSteps * kStepBytes;
+    }
+    if (rest > 0) {
+      // Rows go on with zeros; nothing need lie behind a panel.
+      alignas(64) uint8_t last[kSteps * kStepBytes] = {};
+      std::memcpy(last, panel, static_cast<size_t>(rest * kStepBytes));
+      multiply_block<ByteProduct, hold>(a, tile.a_stride, last, starts);
+    }
+    store_sums<hold>(tile.c, kSumStride, starts);
   }
-  if (rest > 0) {
-    // Rows go on with zeros; nothing need lie behind a panel.
-    alignas(64) uint8_t last[kSteps * kStepBytes] = {};
-    std::memcpy(last, panel, static_cast<size_t>(rest * kStepBytes));
-    multiply_block<two, ByteProduct>(a, tile.a_stride, last);
-  }
-  store_sums<two>(tile.c, kSumStride);
-}
+};
 
-void run(const Int8Tile& tile) { tile.m > kTileRows ? multiply<true>(tile) : multiply<false>(tile); }
+void run(const Int8Tile& tile) { by_hold<Multiply>(tile); }
 
 }  // namespace
 
 constinit const Int8Kernel kAmxInt8{
-    .name = "amx_int8", .run = run, .run_scaled = nullptr, .max_rows = kMaxRows, .release = release};
+    .name = "amx_int8", .run = run, .run_scaled = nullptr, .max_rows = kTwoTiles, .release = release};
 }  // namespace sgl_batch
 #endif

@@ -171,6 +171,7 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8, TileFn run_half = null
           .run_two = run_two,
           .run_coded = run_coded,
           .max_rows = kRows,
+          .full_rows = 0,
           .chained = true,
           .row_blocks = false,
           .best_k = kAnyK,

@@ -35,11 +35,11 @@ constexpr int64_t kFewRows = 4;
 // How many rows of `row_bytes` share one pass over a panel. Kernels that take rows by blocks need the fewest bytes of a panel for
 // a product, and a coded panel is decoded once for all of them, so that more rows pay.
 inline int64_t rows_per_block(const TileKernel& kernel, int64_t row_bytes, bool coded = false) {
-  const int64_t usual = kTilesPerBlock * kernel.max_rows;
+  const int64_t tile = kernel.usual_rows(), usual = kTilesPerBlock * tile;
   if (!kernel.row_blocks && !coded) return usual;
   constexpr int64_t kBytes = 512 << 10;  // beside the next block's rows and the sums in the L2 cache
   const auto [least, most] = kernel.row_blocks ? std::pair(usual / 2, 2 * usual) : std::pair(usual, 3 * usual);
-  return std::clamp<int64_t>(kBytes / row_bytes / kernel.max_rows * kernel.max_rows, least, most);
+  return std::clamp<int64_t>(kBytes / row_bytes / tile * tile, least, most);
 }
 
 // How rows lie: from one row to the next, and from kBlockK numbers of a row to the next ones.
@@ -64,13 +64,16 @@ struct KParts {
   int64_t k, size, count;
 };
 
-// Rows [begin, end) cut into as few tiles as there must be, all but equal ones, or full ones and a rest.
+// Rows [begin, end) cut into as few tiles as there must be, all but equal ones, or full ones and a last one with the rest.
 struct Tiles {
-  Tiles(int64_t first, int64_t last, int max_rows, bool full = false)
-      : begin(first), rows(last - first), count(divide_up(rows, max_rows)), full_rows(full ? max_rows : 0) {}
-  Tiles(int64_t first, int64_t last, const TileKernel& kernel) : Tiles(first, last, kernel.max_rows, kernel.row_blocks) {}
+  Tiles(int64_t first, int64_t last, int max_rows, int full = 0)
+      : begin(first),
+        rows(last - first),
+        count(full == 0 ? divide_up(rows, max_rows) : std::max<int64_t>(1, divide_up(rows - (max_rows - full), full))),
+        full_rows(full) {}
+  Tiles(int64_t first, int64_t last, const TileKernel& kernel) : Tiles(first, last, kernel.max_rows, kernel.full_rows) {}
   int64_t at(int64_t tile) const {
-    return begin + (full_rows > 0 ? std::min(rows, tile * full_rows) : rows * tile / count);
+    return begin + (tile == count ? rows : full_rows > 0 ? tile * full_rows : rows * tile / count);
   }
   // k is cut where a panel is read so often that it should stay in the first cache.
   KParts parts(int64_t k, const TileKernel& kernel) const { return {k, count > kTilesWithoutParts ? kernel.best_k : kAnyK}; }
