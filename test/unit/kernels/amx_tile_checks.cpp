@@ -1,4 +1,4 @@
-// Owns the checks of the AMX tile: against float64, a row's bits beside others, what is read, what is written, what it
+// Owns the checks of the AMX tile: against float64, a row's bits beside others and with a coded panel, what is read, what is written, what it
 // leaves behind. On a processor without AMX its instructions are emulated; there alone accesses are checked row by row.
 //
 // Prints what executes the instructions, then a line for each rule that does not hold, and ends with 1 if there was one.
@@ -15,14 +15,31 @@
 
 #include "amx_emulation.h"
 #include "amx_tiles.h"
+#include "coded.h"
 #include "gemm.h"
 #include "guarded_memory.h"
 
 namespace sgl_batch {
 
-// The tile for panels of int8 takes its widening from here. This one needs no AVX512.
+namespace {
+
+// Coded blocks to numbers, as coded.h has them.
+void decode_plainly(const void* blocks, int64_t count, uint32_t base, uint16_t* to) {
+  const auto* from = static_cast<const uint16_t*>(blocks);
+  for (int64_t block = 0; block < count; ++block, from += 3 * kPanel)
+    for (int group = 0; group < 4; ++group)
+      for (int i = 0; i < kPanel; ++i) {
+        const uint32_t word = from[group / 2 * kPanel + i], own = group % 2 == 0 ? word : word << 8 | word >> 8;
+        const uint32_t above = from[2 * kPanel + i] >> 4 * group & 15;
+        *to++ = static_cast<uint16_t>((own & 0x807f) | (base + above) << 7);
+      }
+}
+
+}  // namespace
+
+// The tiles for panels of int8 and for coded ones take their widening and decoding from here. These need no AVX512.
 constinit const Isa kAvx512Bf16{
-    .name = "widening alone",
+    .name = "widening and decoding alone",
     .bf16_pairs = true,
     .tile_bf16 = {},
     .tile_f32 = {},
@@ -35,6 +52,7 @@ constinit const Isa kAvx512Bf16{
         [](const int8_t* from, int64_t count, uint16_t* to) {
           for (int64_t i = 0; i < count; ++i) to[i] = f32_to_bf16(from[i]);
         },
+    .decode = decode_plainly,
     .scale_columns = nullptr,
 };
 
@@ -181,7 +199,7 @@ std::vector<float> multiply_by_blocks(const Case& given, int m, int64_t cut) {
 
 void check_blocks(const Case& given) {
   for (int64_t cut = kBlockK; cut < given.k; cut += kBlockK)
-    for (const int m : {1, 15, 17, kRows}) {
+    for (const int m : {1, 15, 17, 33, kRows}) {
       const auto whole = multiply(given, 0, m), found = multiply_by_blocks(given, m, cut);
       bool own = true;
       for (int row = 0; row < m; ++row) own = own && same(&whole[row * kCStride], &found[row * kPanel]);
@@ -193,6 +211,43 @@ void check_int8(int64_t k) {
   const Case whole(k, 0, true, Weights::kWhole), given(k, 0, true, Weights::kI8);
   check_case(given);
   expect(multiply(given, 0, kRows) == multiply(whole, 0, kRows), given.name() + ": the bits of the same numbers as bf16");
+}
+
+// A case's panel with codes from `base` on, and how many of its numbers have none.
+std::pair<std::vector<uint16_t>, int64_t> coded(const Case& given, uint32_t base) {
+  const int64_t count = given.k * kPanel;
+  std::vector<uint16_t> panel(static_cast<size_t>(count));
+  auto* list = const_cast<Uncoded*>(uncoded(panel.data(), given.k));
+  int64_t others = 0;
+  for (int64_t at = 0; at < count; ++at) {
+    uint16_t number;
+    memcpy(&number, given.panel.data() + 2 * at, 2);
+    const uint32_t above = (number >> 7 & 0xffu) - base, own = number & 0x807fu;
+    const int64_t block = at / kCodedBlockNumbers, group = at % kCodedBlockNumbers / kPanel, i = at % kPanel;
+    uint16_t* words = panel.data() + block * 3 * kPanel + i;
+    words[group / 2 * kPanel] |= static_cast<uint16_t>(group % 2 == 0 ? own : own << 8 | own >> 8);
+    words[2 * kPanel] |= static_cast<uint16_t>((above & 15) << 4 * group);
+    if (above > 15) list[others++] = {static_cast<uint32_t>(at), number, 0};
+  }
+  list[others] = {kNoPlace, 0, 0};
+  return {panel, others};
+}
+
+void check_coded(int64_t k) {
+  const Case given(k, 6, true);
+  constexpr uint32_t kBase = 127 - 8;  // small numbers of a normal distribution have no code, the largest do
+  const auto [panel, others] = coded(given, kBase);
+  expect(others > 0, "coded, k " + std::to_string(k) + ": some numbers have no code");
+  for (const int m : {1, 16, 17, 32, 33, kRows}) {
+    const auto whole = multiply(given, 0, m);
+    std::vector<float> found(given.begin.begin(), given.begin.begin() + m * kPanel);
+    Tile tile{given.a.data(), given.stride, panel.data(), k, m, found.data(), kPanel, true, {panel.data(), 5}};
+    tile.base = kBase;
+    kAmxBf16Tile.run_coded(tile);
+    bool own = true;
+    for (int row = 0; row < m; ++row) own = own && same(&whole[row * kCStride], &found[row * kPanel]);
+    expect(own, "coded, k " + std::to_string(k) + ", " + std::to_string(m) + " rows: the bits of the panel without codes");
+  }
 }
 
 // The sum of even k 2^24 - 2^24 and of odd k 1 + 1: apart, they make 2; one after the other, 1.
@@ -290,6 +345,7 @@ int main(int argc, char** argv) {
       for (const int64_t gap : {0, 6}) check_case(Case(k, gap, add));
     check_int8(k);
   }
+  for (const int64_t k : {4, 28, 32, 36, 64, 132}) check_coded(k);
   for (const int64_t k : {34, 96, 130})
     for (const bool add : {false, true}) check_blocks(Case(k, 6, add));
   check_configuration();
