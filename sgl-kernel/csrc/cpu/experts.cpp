@@ -228,7 +228,8 @@ class Experts {
         for (int64_t p = 0; p < panels; ++p) {
           const int64_t k = parts.at(part);
           Ahead soon = ahead(tiles, tile, weight, later.panel(std::min(after.panel + p, later.panels() - 1)), k);
-          if (p == 0) soon = with_inter_rows(soon, tiles, tile, plan_.first_row(after.expert, task.group), k);
+          if (p == 0 || tile_.row_blocks)
+            soon = with_inter_rows(soon, tiles, tile, plan_.first_row(after.expert, task.group), k, p, panels);
           ready[p].multiply({inter_at(tiles.at(tile), k), inter_layout_.row, ready[p].from(k), parts.length(part), m, products + p * kPanel,
                          stride, part > 0, soon, inter_layout_.block});
         }
@@ -243,15 +244,18 @@ class Experts {
     }
   }
 
-  // The rows of the next tile, or those from `later` on.
-  Ahead with_inter_rows(const Ahead& panel, const Tiles& tiles, int64_t tile, int64_t later, int64_t k) const {
+  // The rows of the next tile, or those from `later` on. By blocks of k each of `panels` tiles brings a share of them.
+  Ahead with_inter_rows(const Ahead& panel, const Tiles& tiles, int64_t tile, int64_t later, int64_t k, int64_t share,
+                        int64_t panels) const {
     const bool last = tile + 1 == tiles.count;
     const int64_t count = last ? tile_.usual_rows() : tiles.size(tile + 1);
     const char* rows = inter_at(last ? later : tiles.at(tile + 1), k);
     const int64_t steps = tile_steps(c_.w_dtype, c_.inter);
     if (inter_layout_.row != 2 * kBlockK) return Tiles::with_rows(panel, rows, count * inter_layout_.row, steps);
     // Of each block of k its rows.
-    return {panel.from, panel.step, rows, divide_up(count * 2 * kBlockK, kBlockK / 2), inter_layout_.block};
+    const int64_t own = divide_up(count, panels);
+    return {panel.from, panel.step, rows + std::min(share * own, count) * inter_layout_.row, divide_up(own * 2 * kBlockK, kBlockK / 2),
+            inter_layout_.block};
   }
 
   const ExpertsCall& c_;

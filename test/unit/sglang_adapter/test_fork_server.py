@@ -168,9 +168,16 @@ def test_a_forked_process_ends_with_its_requesting_process(program, killed):
     await_end(between, last, *([server] if killed == "program" else []))
 
 
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # ended between the two looks
+        return False
+
+
 def await_end(*processes: psutil.Process) -> None:
     deadline = time.monotonic() + 30
-    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
+    while any(runs(process) for process in processes):
         assert time.monotonic() < deadline, f"{processes} still run"
         time.sleep(0.01)
 
