@@ -23,8 +23,8 @@ static_assert(kStepBytes == kPanel * kWord);
 
 constexpr int kTwoTiles = 2 * kTileRows;  // rows of which two tiles hold 16 and the rest; more are cut into three equal tiles
 
-// Rows of each of three equal tiles. If three of them are more rows than there are, the third begins within the second, and what
-// both have is computed twice, to the same bits.
+// Rows of each of three equal tiles. If these have more rows than there are, the third begins within the second, and what both
+// have is computed twice, to the same bits.
 inline int third_of(int rows) { return (rows + 2) / 3; }
 
 // Tiles 0 to 3: sums, of the first and the second 16 rows by the first and the second 16 columns. 4 and 5: those rows of
