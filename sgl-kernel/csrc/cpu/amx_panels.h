@@ -84,18 +84,6 @@ struct BlockPrefetch {
 enum class Hold { kOne, kTwo, kThree };
 inline Hold hold_of(int rows) { return rows > kTwoTiles ? Hold::kThree : rows > kTileRows ? Hold::kTwo : Hold::kOne; }
 
-template <Hold hold>
-void zero_sums() {
-  zero_tile<0>();
-  zero_tile<1>();
-  if constexpr (hold == Hold::kOne) return;
-  zero_tile<2>();
-  zero_tile<3>();
-  if constexpr (hold == Hold::kTwo) return;
-  zero_tile<4>();
-  zero_tile<5>();
-}
-
 // Where the second and the third tile of so many rows begin.
 template <Hold hold>
 struct Starts {
@@ -104,31 +92,33 @@ struct Starts {
   const int64_t second, third;
 };
 
-// Rows of sums, kPanel words each, begin `stride` bytes apart.
-template <Hold hold>
-void load_sums(const void* from, int64_t stride, const Starts<hold>& starts) {
-  const auto* c = static_cast<const char*>(from);
-  load_tile<0>(c, stride);
-  load_tile<1>(c + kTileRowBytes, stride);
+// Calls act.operator()<tile>(where it lies) for each tile of sums. Rows, kPanel words each, begin `stride` bytes apart.
+template <Hold hold, typename Act>
+inline void each_sum(void* c, int64_t stride, const Starts<hold>& starts, const Act& act) {
+  auto* first = static_cast<char*>(c);
+  act.template operator()<0>(first);
+  act.template operator()<1>(first + kTileRowBytes);
   if constexpr (hold == Hold::kOne) return;
-  load_tile<2>(c + starts.second * stride, stride);
-  load_tile<3>(c + starts.second * stride + kTileRowBytes, stride);
+  auto* second = first + starts.second * stride;
+  act.template operator()<2>(second);
+  act.template operator()<3>(second + kTileRowBytes);
   if constexpr (hold == Hold::kTwo) return;
-  load_tile<4>(c + starts.third * stride, stride);
-  load_tile<5>(c + starts.third * stride + kTileRowBytes, stride);
+  auto* third = first + starts.third * stride;
+  act.template operator()<4>(third);
+  act.template operator()<5>(third + kTileRowBytes);
 }
 
 template <Hold hold>
+void zero_sums(void* to, int64_t stride, const Starts<hold>& starts) {
+  each_sum(to, stride, starts, []<int tile>(const char*) { zero_tile<tile>(); });
+}
+template <Hold hold>
+void load_sums(void* from, int64_t stride, const Starts<hold>& starts) {
+  each_sum(from, stride, starts, [stride]<int tile>(const char* at) { load_tile<tile>(at, stride); });
+}
+template <Hold hold>
 void store_sums(void* to, int64_t stride, const Starts<hold>& starts) {
-  auto* c = static_cast<char*>(to);
-  store_tile<0>(c, stride);
-  store_tile<1>(c + kTileRowBytes, stride);
-  if constexpr (hold == Hold::kOne) return;
-  store_tile<2>(c + starts.second * stride, stride);
-  store_tile<3>(c + starts.second * stride + kTileRowBytes, stride);
-  if constexpr (hold == Hold::kTwo) return;
-  store_tile<4>(c + starts.third * stride, stride);
-  store_tile<5>(c + starts.third * stride + kTileRowBytes, stride);
+  each_sum(to, stride, starts, [stride]<int tile>(char* at) { store_tile<tile>(at, stride); });
 }
 
 // Product: the instruction, as a template over its three tiles.

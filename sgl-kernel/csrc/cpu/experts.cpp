@@ -57,7 +57,7 @@ class Experts {
     rows_at_ = one.take(static_cast<size_t>(tile_.row_blocks ? layout.bytes(c_.hidden) : block_rows_ * layout.row));
     converted_at_ = one.take(row_bytes(c_.hidden));
     panels_at_ = one.take(std::max(2 * w13(0, 0).spare_bytes(), plan_.down_panels_per_task() * w2(0).spare_bytes()));
-    const int64_t up_rows = 2 * (c_.hidden > tile_.best_k ? block_rows_ + tile_.max_rows : tile_.max_rows);
+    const int64_t up_rows = 2 * (c_.hidden > tile_.best_k ? block_rows_ : tile_.max_rows);
     const int64_t down_rows = plan_.down_panels_per_task() * tile_.max_rows;
     products_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(std::max(up_rows, down_rows)));
     sums_at_ = one.take(TokenSums::room_bytes(plan_.routing(), plan_.tokens_per_group(), kPanel * plan_.down_panels_per_task()));
@@ -228,8 +228,7 @@ class Experts {
         for (int64_t p = 0; p < panels; ++p) {
           const int64_t k = parts.at(part);
           Ahead soon = ahead(tiles, tile, weight, later.panel(std::min(after.panel + p, later.panels() - 1)), k);
-          if (p == 0 || tile_.row_blocks)
-            soon = with_inter_rows(soon, tiles, tile, plan_.first_row(after.expert, task.group), k, p, panels);
+          soon = with_inter_rows(soon, tiles, tile, plan_.first_row(after.expert, task.group), k, p, panels);
           ready[p].multiply({inter_at(tiles.at(tile), k), inter_layout_.row, ready[p].from(k), parts.length(part), m, products + p * kPanel,
                          stride, part > 0, soon, inter_layout_.block});
         }
@@ -244,14 +243,15 @@ class Experts {
     }
   }
 
-  // The rows of the next tile, or those from `later` on. By blocks of k each of `panels` tiles brings a share of them.
+  // The rows of the next tile, or those from `later` on. By blocks of k each of `panels` tiles brings its share of them,
+  // otherwise the first one all.
   Ahead with_inter_rows(const Ahead& panel, const Tiles& tiles, int64_t tile, int64_t later, int64_t k, int64_t share,
                         int64_t panels) const {
     const bool last = tile + 1 == tiles.count;
     const int64_t count = last ? tile_.usual_rows() : tiles.size(tile + 1);
     const char* rows = inter_at(last ? later : tiles.at(tile + 1), k);
-    const int64_t steps = tile_steps(c_.w_dtype, c_.inter);
-    if (inter_layout_.row != 2 * kBlockK) return Tiles::with_rows(panel, rows, count * inter_layout_.row, steps);
+    if (inter_layout_.row != 2 * kBlockK)
+      return share > 0 ? panel : Tiles::with_rows(panel, rows, count * inter_layout_.row, tile_steps(c_.w_dtype, c_.inter));
     // Of each block of k its rows.
     const int64_t own = divide_up(count, panels);
     return {panel.from, panel.step, rows + std::min(share * own, count) * inter_layout_.row, divide_up(own * 2 * kBlockK, kBlockK / 2),

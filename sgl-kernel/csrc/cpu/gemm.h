@@ -103,6 +103,8 @@ struct TileKernel {
 
   // Of most tiles.
   int usual_rows() const { return full_rows == 0 ? max_rows : full_rows; }
+  // Whether a longer k than best_k is cut for so many tiles of a panel.
+  bool cuts_k(int64_t tiles) const { return tiles > kTilesWithoutParts && best_k != kAnyK; }
 };
 
 // Rows of kPanel f32, `from_stride` apart, into rows of bf16 or f32, `to_stride` bytes apart, rounded to nearest.

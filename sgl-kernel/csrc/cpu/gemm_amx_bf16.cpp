@@ -101,9 +101,9 @@ struct Multiply {
       const auto* panel = static_cast<const char*>(tile.panel);
       configure(tile.m);
       if (tile.add)
-        load_sums<hold>(tile.c, tile.c_stride * kWord, starts);
+        load_sums(tile.c, tile.c_stride * kWord, starts);
       else
-        zero_sums<hold>();
+        zero_sums(tile.c, tile.c_stride * kWord, starts);
       for (int64_t block = tile_steps(DType::kBf16, tile.k) / kSteps; block > 0; --block) {
         prefetch.advance();
         multiply_block<PairProduct, hold>(a, tile.a_stride, own.block(panel, copied), starts);
@@ -114,7 +114,7 @@ struct Multiply {
         prefetch.advance();
         multiply_block<PairProduct, hold>(rest.a, kTileRowBytes, rest.panel, starts);
       }
-      store_sums<hold>(tile.c, tile.c_stride * kWord, starts);
+      store_sums(tile.c, tile.c_stride * kWord, starts);
     }
   };
 };

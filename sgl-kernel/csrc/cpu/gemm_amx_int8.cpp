@@ -29,7 +29,7 @@ struct Multiply {
     for (int i = 0; i < tile.m; ++i)
       for (int j = 0; j < kPanel; ++j) tile.c[i * kPanel + j] = tile.starts[i];
     configure(tile.m);
-    load_sums<hold>(tile.c, kSumStride, starts);
+    load_sums(tile.c, kSumStride, starts);
     for (int64_t block = tile.steps / kSteps; block > 0; --block) {
       prefetch.advance();
       multiply_block<ByteProduct, hold>(a, tile.a_stride, panel, starts);
@@ -42,7 +42,7 @@ struct Multiply {
       std::memcpy(last, panel, static_cast<size_t>(rest * kStepBytes));
       multiply_block<ByteProduct, hold>(a, tile.a_stride, last, starts);
     }
-    store_sums<hold>(tile.c, kSumStride, starts);
+    store_sums(tile.c, kSumStride, starts);
   }
 };
 

@@ -120,8 +120,7 @@ ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64
   const int64_t wide = kPanel * static_cast<int64_t>(size_of(tile_dtype(dtype)));
   if (marks != nullptr && marks[index] != 0) {
     const TileKernel& tile = isa.tile(dtype);
-    const bool in_parts = tiles > kTilesWithoutParts && tile.best_k != kAnyK;
-    if (tile.run_coded != nullptr && !in_parts)
+    if (tile.run_coded != nullptr && !tile.cuts_k(tiles))
       return {panel(index), tile.run_coded, 0, marks[index] - 1u, tiles > kTilesThatDecode ? spare : nullptr, tile.run};
     decode_panel(isa, panel(index), k, marks[index], spare);
     return {spare, tile.run, wide};

@@ -76,7 +76,7 @@ struct Tiles {
     return begin + (tile == count ? rows : full_rows > 0 ? tile * full_rows : rows * tile / count);
   }
   // k is cut where a panel is read so often that it should stay in the first cache.
-  KParts parts(int64_t k, const TileKernel& kernel) const { return {k, count > kTilesWithoutParts ? kernel.best_k : kAnyK}; }
+  KParts parts(int64_t k, const TileKernel& kernel) const { return {k, kernel.cuts_k(count) ? kernel.best_k : kAnyK}; }
   int size(int64_t tile) const { return static_cast<int>(at(tile + 1) - at(tile)); }
 
   // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow from the step `first` on: together the

@@ -1,5 +1,5 @@
-// Owns the checks of the AMX tile: against float64, a row's bits beside others and with a coded panel, what is read, what is written, what it
-// leaves behind. On a processor without AMX its instructions are emulated; there alone accesses are checked row by row.
+// Owns the checks of the AMX tile: against float64, a row's bits beside others and with a coded panel, what is read, what
+// is written, what it leaves behind. On a processor without AMX its instructions are emulated; there alone accesses are checked row by row.
 //
 // Prints what executes the instructions, then a line for each rule that does not hold, and ends with 1 if there was one.
 // With an argument it breaks a rule of the instructions, which the emulation must refuse.
