@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 from starlette.requests import Request
 
+from sgl_batch.core.output_order import OutputOrder
 from sgl_batch.errors import EngineError
 from sgl_batch.managers.engine_death import EngineDeath
 from sgl_batch.managers.failure_reporter import fault_text
@@ -41,6 +42,7 @@ from sgl_batch.requests.request_logs import WaitingDumps, bound_targets, check_l
 from sgl_batch.requests.seeds import choice_seed
 from sgl_batch.sglang_adapter.grammars import compiles_with_xgrammar, tokenizer_info
 from sgl_batch.sglang_adapter.names import SAFETENSORS
+from sgl_batch.sglang_adapter.ordered_outputs import parts_of
 from sgl_batch.sglang_adapter.processes import close_sockets, sockets_of
 from sgl_batch.sglang_adapter.profiling import ProfileReq
 from sgl_batch.sglang_adapter.refusals import json_of
@@ -139,6 +141,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
             setattr(self, name, partial(self.death.unless_dead, call))
         self.partial_outputs = PartialOutputs()
         self._aborts = RequestedAborts()
+        self._output_order: OutputOrder[object] = OutputOrder()
         self.grammar_process = CompileProcess(self._tokenizer_info)
         whitespace = not self.server_args.constrained_json_disable_any_whitespace
         self._grammars = GrammarCheck(self.grammar_process.fault, any_whitespace=whitespace)
@@ -192,6 +195,11 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         except Exception as error:
             logger.exception("the tokenizer manager fails")
             self.note_death(EngineError(f"the tokenizer manager failed: {fault_text(error)}"))
+
+    async def _handle_batch_output(self, recv_obj: object) -> None:
+        """Read the parts of each answer in order. Schedulers send them here where no process detokenizes between."""
+        for message in self._output_order.take(recv_obj, parts_of(recv_obj)):
+            await super()._handle_batch_output(message)
 
     async def _handle_abort_finish_reason(self, out: Answer, state: RequestState, is_stream: bool) -> object:
         self.death.raise_if_dead()

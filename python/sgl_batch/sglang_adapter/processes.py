@@ -23,6 +23,7 @@ from sgl_batch.sglang_adapter.faults import ending_by
 from sgl_batch.sglang_adapter.http_errors import refuse_unexpected_types
 from sgl_batch.sglang_adapter.internal_key import OnlyWithKey
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, SAFETENSORS, TRITON_ATTENTION
+from sgl_batch.sglang_adapter.ordered_outputs import ReceivedInOrder
 from sgl_batch.sglang_adapter.private_ports import PrivatePorts, temporary_files_in
 from sgl_batch.sglang_adapter.process_trees import end_trees, processes_of
 from sgl_batch.sglang_adapter.refusals import Check, on_http_server
@@ -119,8 +120,9 @@ def run_scheduler_with(
 
 
 def run_detokenizer_with(end: Callable[[Exception], NoReturn], *args: Any, **kwargs: Any) -> None:
-    """Run SGLang's detokenizer process, likewise."""
+    """Run SGLang's detokenizer process, likewise, except that it reads the parts of each answer in order."""
     detokenizer_module.get_exception_traceback = ending_by(end)
+    detokenizer_module.sock_recv = ReceivedInOrder(detokenizer_module.sock_recv)
     detokenizer_module.run_detokenizer_process(*args, **kwargs)
 
 
