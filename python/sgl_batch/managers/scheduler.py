@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.core.admission_policy import make_admission
 from sgl_batch.core.group_callbacks import BUILT_IN
 from sgl_batch.core.order import make_order
@@ -70,7 +71,7 @@ from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 from sgl_batch.sglang_adapter.types.messages import AbortRequest, PauseRequest, StateChange
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.startup.decode_setup import settle_decode
-from sgl_batch.startup.kv_ahead import kv_ahead
+from sgl_batch.startup.kv_ahead import kv_ahead, take_at_start
 from sgl_batch.startup.partition_setup import settle_partitions
 from sgl_batch.startup.start_setup import attention_of, settle_decode_kv, settle_overlap, why_no_drafts
 
@@ -111,8 +112,10 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         skip_ended_rows(self)
         self.rank_steps = None if context.rank_context is None else self._join(context.rank_context)
         check_overlap(context.config.schedule.overlap, several_ranks=self.rank_steps is not None)
-        self._kv_ahead = kv_ahead(runner, context)
         context.start_log.end("choices settled")
+        self._kv_ahead = kv_ahead(runner, context)
+        take_at_start(self._kv_ahead)
+        context.start_log.end(f"memory for KV taken, {format_bytes(self._kv_ahead.taken_bytes)}")
 
     def _settled(self, context: RunContext) -> tuple[BoundaryExecutor, StartChoices]:
         """Settle the choices of this start; return the executor that follows from them, and the choices."""

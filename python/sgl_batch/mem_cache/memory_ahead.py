@@ -8,7 +8,10 @@ at a tenth of the rate of memory in use. The allocator gives out pages by number
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -63,19 +66,33 @@ class MemoryAhead:
     ) -> None:
         self._pieces: Iterator[torch.Tensor] | None = _pieces(parts, most_bytes)
         self._logs, self._give, self.taken_bytes = logs, give, 0
+        self._lock = threading.Lock()
 
     def step(self) -> bool:
         """Take the next piece. Returns False once there is none: all is taken, or the kernel cannot give it."""
-        if self._pieces is None:
-            return False
-        piece = next(self._pieces, None)
-        if piece is not None and self._give(piece):
-            self.taken_bytes += piece.nbytes
-            return True
-        self._pieces = None
-        if self._logs:
-            logger.info("%s for KV taken from the kernel ahead, while idle", format_bytes(self.taken_bytes))
-        return False
+        with self._lock:
+            piece = None if self._pieces is None else next(self._pieces, None)
+        is_given = piece is not None and self._give(piece)
+        with self._lock:
+            if piece is not None and is_given:
+                self.taken_bytes += piece.nbytes
+            elif self._pieces is not None:
+                self._pieces = None
+                if self._logs:
+                    logger.info("%s for KV taken from the kernel ahead", format_bytes(self.taken_bytes))
+        return is_given
+
+    def take_for(self, seconds: float, num_threads: int) -> None:
+        """Take pieces until all are taken, or for so long. Ends at most one piece of each thread later."""
+        end = time.perf_counter() + seconds
+
+        def take() -> None:
+            while time.perf_counter() < end and self.step():
+                pass
+
+        with ThreadPoolExecutor(num_threads) as pool:
+            for taken in [pool.submit(take) for _ in range(num_threads)]:
+                taken.result()
 
 
 def _pieces(parts: Sequence[torch.Tensor], most_bytes: int) -> Iterator[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 
 import pytest
 import torch
@@ -148,3 +149,20 @@ def test_no_more_is_taken_than_the_largest_batch_needs():
 
 def test_no_more_is_taken_than_weights_take():
     assert most_bytes_ahead(32 << 30, num_ranks=1, page_bytes=1 << 20, most_pages=100, weight_bytes=7 << 20) == 7 << 20
+
+
+def test_what_a_start_takes_is_bounded_by_time():
+    taken: list[int] = []
+
+    def give(piece: torch.Tensor) -> bool:
+        taken.append(piece.nbytes)
+        time.sleep(0.01)
+        return True
+
+    ahead = MemoryAhead(layers(pages=400)[1], 200 * HUGE, give=give)
+    ahead.take_for(0.0, 1)
+    assert not taken
+    ahead.take_for(0.05, 1)
+    assert 1 <= len(taken) <= 5
+    ahead.take_for(60.0, 3)
+    assert ahead.taken_bytes == sum(taken) == 200 * HUGE
