@@ -91,8 +91,7 @@ class MemoryAhead:
                 pass
 
         with ThreadPoolExecutor(num_threads) as pool:
-            for taken in [pool.submit(take) for _ in range(num_threads)]:
-                taken.result()
+            list(pool.map(lambda _: take(), range(num_threads)))  # raises what a thread has raised
 
 
 def _pieces(parts: Sequence[torch.Tensor], most_bytes: int) -> Iterator[torch.Tensor]:

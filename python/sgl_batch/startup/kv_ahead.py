@@ -40,5 +40,5 @@ def kv_ahead(runner: BatchModelRunner, context: RunContext, *, free: Callable[[]
 
 
 def take_at_start(ahead: MemoryAhead) -> None:
-    """Take some of it before the engine is ready, on all cores: on a virtual machine each gets half as much."""
+    """Take some of it before the engine is ready, with all threads: on a virtual machine two get twice as much."""
     ahead.take_for(_SECONDS_OF_START, torch.get_num_threads())

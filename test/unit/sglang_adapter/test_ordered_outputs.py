@@ -13,8 +13,6 @@ from sgl_batch.sglang_adapter.ordered_outputs import ReceivedInOrder
 with bootstrap.importing():
     from sglang.srt.managers.io_struct import BatchTokenIDOutput, FreezeGCReq, sock_recv, sock_send
 
-_LISTS = ("decoded_texts", "read_offsets", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
-
 
 def output(rid: str, start: int, tokens: list[int], *, is_last: bool = False) -> BatchTokenIDOutput:
     """Return the message of a scheduler that has sent `start` tokens of an answer, and now sends `tokens`."""
@@ -24,11 +22,11 @@ def output(rid: str, start: int, tokens: list[int], *, is_last: bool = False) ->
         "decode_ids": [array("q", tokens)],
         "output_ids": [array("q", tokens)],
         "completion_tokens": [start + len(tokens)],
+        "decoded_texts": [""],
+        **{name: [0] for name in ("read_offsets", "prompt_tokens", "reasoning_tokens", "cached_tokens")},
+        **{name: [False] for name in ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")},
     }
-    fields = {name: given.get(name) for name in BatchTokenIDOutput.__struct_fields__}
-    counts = {name: [0] for name in ("prompt_tokens", "reasoning_tokens", "cached_tokens")}
-    values = {"decoded_texts": "", "read_offsets": 0}
-    return BatchTokenIDOutput(**{**fields, **counts, **{name: [values.get(name, False)] for name in _LISTS}})
+    return BatchTokenIDOutput(**{**dict.fromkeys(BatchTokenIDOutput.__struct_fields__), **given})
 
 
 def test_a_message_that_overtakes_the_one_before_a_move_waits(tmp_path: Path) -> None:
