@@ -8,6 +8,7 @@
 #define SGL_BATCH_TO_BF16(value) _mm512_cvtneps_pbh((__m512)(value))
 #define SGL_BATCH_TWO_TO_BF16(first, second) _mm512_cvtne2ps_pbh((__m512)(second), (__m512)(first))
 #include "gemm_vector.h"
+#include "softmax_avx512_bf16.h"
 
 namespace sgl_batch {
 namespace {
@@ -137,6 +138,7 @@ struct TileI8Pairs : TilePairs<M, PairsI8> {};
 constinit const Isa kAvx512Bf16 =
     isa_with("avx512_bf16", true,
              kernel_of(by_rows<TileBf16Pairs, kRows>, by_rows<TileI8Pairs, kRows>, by_rows<TileHalfPairs, kRows>,
-                       by_rows<TileBf16Pairs, kRows>, by_rows<TileCodedPairs, kRows>));
+                       by_rows<TileBf16Pairs, kRows>, by_rows<TileCodedPairs, kRows>),
+             softmax_step_bf16);
 }  // namespace sgl_batch
 #endif

@@ -179,7 +179,7 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8, TileFn run_half = null
 }
 
 // Everything but the tiles for pairs is the same for all instruction sets.
-constexpr Isa isa_with(const char* name, bool bf16_pairs, const TileKernel& tile_bf16) {
+constexpr Isa isa_with(const char* name, bool bf16_pairs, const TileKernel& tile_bf16, SoftmaxStepFn softmax = softmax_step) {
   return {
       .name = name,
       .bf16_pairs = bf16_pairs,
@@ -189,7 +189,7 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, const TileKernel& tile
       .store_scaled = store_scaled,
       .silu_mul = silu_mul,
       .clamped_mul = clamped_mul,
-      .softmax_step = softmax_step,
+      .softmax_step = softmax,
       .norm_row = norm_row,
       .rotate_head = rotate_head,
       .widen = widen,

@@ -32,6 +32,9 @@ CUTS = (
 # A window of the tokens, and whether there are sinks.
 FORMS = ((2, False), (64, True), (100, True))
 LONG = ((64, 64, 4, 1), ([4096, 1000], [300, 1]))
+# How many times as far apart scores are than in the other cases, where they are a few units from one another.
+STEEPNESS = (40.0, 1000.0)
+SCORE_ERROR = 1e-6  # of f32, for scores a few units from 0
 
 
 def attention_cases() -> Iterator[Check]:
@@ -41,18 +44,48 @@ def attention_cases() -> Iterator[Check]:
         options = {"window": window, "sinks": torch.linspace(-2, 4, 16) if has_sinks else None}
         yield from attention_case(dtype, SHAPES[0], *CUTS[2], **options)
         yield from attention_case(dtype, SHAPES[0], *CUTS[3], **options)
+    for dtype, steepness in itertools.product(DTYPES, STEEPNESS):
+        for shape, cut in ((SHAPES[0], CUTS[2]), (SHAPES[8], CUTS[3]), (SHAPES[5], CUTS[3])):
+            yield from attention_case(dtype, shape, *cut, steepness=steepness)
+        sinks = torch.linspace(-200, 400, 16)
+        yield from attention_case(dtype, SHAPES[0], *CUTS[3], steepness=steepness, sinks=sinks, window=100)
+    for dtype in DTYPES:
+        yield from broken_number_case(dtype)
+
+
+def broken_number_case(dtype: torch.dtype) -> Iterator[Check]:
+    """A key that is NaN or infinite: rows that see it are NaN, others stay as they were."""
+    lengths, news, broken = [130], [130], 70
+    q, k, v = draw(dtype, 64, (4, 2), lengths, news)
+    whole = attend(q, news, lengths, in_pages(k, v, 64))
+    for number in (float("nan"), float("inf")):
+        k[0][broken, 0, 5] = number
+        out = attend(q, news, lengths, in_pages(k, v, 64)).view(130, 4, 64)
+        is_hit = torch.zeros(130, 4, 64, dtype=torch.bool)
+        is_hit[broken:, :2] = (q.view(130, 4, 64)[broken:, :2, 5:6] > 0) | (number != number)
+        yield f"attention {dtype} with a key of {number}: NaN", bool(out[is_hit].isnan().all())
+        yield (
+            f"attention {dtype} with a key of {number}: others",
+            torch.equal(out[:broken], whole.view(130, 4, 64)[:broken]),
+        )
 
 
 def attention_case(
-    dtype: torch.dtype, shape: tuple[int, int, int, int], lengths: list[int], news: list[int], **options: Any
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    lengths: list[int],
+    news: list[int],
+    steepness: float = 1.0,
+    **options: Any,
 ) -> Iterator[Check]:
     page, dim, q_heads, kv_heads = shape
-    name = f"attention {dtype} page {page} dim {dim} heads {q_heads}/{kv_heads} {lengths} {news} {options}"
+    name = f"attention {dtype} page {page} dim {dim} heads {q_heads}/{kv_heads} {lengths} {news} {steepness} {options}"
     q, k, v = draw(dtype, dim, (q_heads, kv_heads), lengths, news)
+    q *= steepness
     given = in_pages(k, v, page) | options
     out = attend(q, news, lengths, given)
     expected = attention_in_float64(q, k, v, news, dim**-0.5, **options)
-    yield name, relative_error(out, expected) < TOLERANCE[dtype]
+    yield name, relative_error(out, expected) < TOLERANCE[dtype] + SCORE_ERROR * (steepness - 1)
     yield name + ": threads", same_on_any_threads(lambda: attend(q, news, lengths, given))
     yield name + ": row by row", torch.equal(row_by_row(q, news, lengths, given), out)
     if page in (16, 64):
