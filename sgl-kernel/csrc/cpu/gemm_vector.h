@@ -73,6 +73,8 @@ inline void begin_block(VecF (&acc)[M][vectors], const Tile& tile, int column) {
 
 template <int M, int vectors>
 inline void end_block(const VecF (&acc)[M][vectors], const Tile& tile, int column) {
+  // Read anew here: kept in registers through the steps, they would leave none for what each step compares.
+  asm volatile("" ::: "memory");
   float* const c = tile.c + column;
   const int64_t stride = tile.c_stride;  // which for all the compiler knows a store may change
 #pragma GCC unroll 16
