@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_cluster import left_after, processes_in, ray_environment
+from ray_cluster import left_after, ray_environment
 from sgl_batch.control_plane.data.batches import ADDED
 
 pytestmark = pytest.mark.engine
@@ -65,18 +65,21 @@ def run(repo_root: Path, model_path: Callable[[str], str], tmp_path_factory: pyt
             while running.poll() is None:
                 schedulers |= schedulers_in(environment["RAY_TMPDIR"])
                 with suppress(subprocess.TimeoutExpired):
-                    running.wait(timeout=0.3)
+                    running.wait(timeout=0.05)
         left = left_after(environment["RAY_TMPDIR"], within_s=20)
     assert running.returncode == 0, log.read_text()[-4000:]
     return Run([pq.read_table(file) for file in sorted(result.iterdir())], log.read_text(), left, schedulers)
 
 
 def schedulers_in(directory: str) -> set[tuple[int, str]]:
-    """Return the CPUs and threads of the schedulers that run now."""
+    """Return the CPUs and threads of the schedulers that run now.
+
+    A scheduler of so few rows lives for about a second. Names come first: reading all environments takes a part of that.
+    """
     found = set()
-    for process in processes_in(directory):
+    for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.name().startswith("sglang::schedul"):
+            if process.name().startswith("sglang::schedul") and process.environ().get("RAY_TMPDIR") == directory:
                 found.add((len(process.cpu_affinity()), process.environ().get("OMP_NUM_THREADS", "")))
     return found
 
