@@ -74,7 +74,7 @@ def run(repo_root: Path, model_path: Callable[[str], str], tmp_path_factory: pyt
 def schedulers_in(directory: str) -> set[tuple[int, str]]:
     """Return the CPUs and threads of the schedulers that run now.
 
-    A scheduler of so few rows lives for about a second. Names come first: reading all environments takes a part of that.
+    A scheduler of so few rows lives for about a second, and reading all environments takes a part of that.
     """
     found = set()
     for process in psutil.process_iter():
