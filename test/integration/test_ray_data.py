@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_cluster import left_after, ray_environment
+from ray_cluster import left_after, processes_in, ray_environment
 from sgl_batch.control_plane.data.batches import ADDED
 
 pytestmark = pytest.mark.engine
@@ -74,13 +74,12 @@ def run(repo_root: Path, model_path: Callable[[str], str], tmp_path_factory: pyt
 def schedulers_in(directory: str) -> set[tuple[int, str]]:
     """Return the CPUs and threads of the schedulers that run now.
 
-    A scheduler of so few rows lives for about a second, and reading all environments takes a part of that.
+    A scheduler of so few rows lives for about a second; reading all environments would take a part of that.
     """
     found = set()
-    for process in psutil.process_iter():
+    for process in processes_in(directory, named="sglang::schedul"):
         with suppress(psutil.Error):
-            if process.name().startswith("sglang::schedul") and process.environ().get("RAY_TMPDIR") == directory:
-                found.add((len(process.cpu_affinity()), process.environ().get("OMP_NUM_THREADS", "")))
+            found.add((len(process.cpu_affinity()), process.environ().get("OMP_NUM_THREADS", "")))
     return found
 
 

@@ -73,7 +73,7 @@ inline void begin_block(VecF (&acc)[M][vectors], const Tile& tile, int column) {
 
 template <int M, int vectors>
 inline void end_block(const VecF (&acc)[M][vectors], const Tile& tile, int column) {
-  // Read anew here: kept in registers through the steps, they would leave none for what each step compares.
+  // Read anew here: kept in registers through the steps, they would leave too few for the rows' pointers.
   asm volatile("" ::: "memory");
   float* const c = tile.c + column;
   const int64_t stride = tile.c_stride;  // which for all the compiler knows a store may change

@@ -331,17 +331,23 @@ inline void softmax_rows(const SoftmaxRows& r) {
   }
 }
 
-[[maybe_unused]] void softmax_step(const SoftmaxRows& r) {
+// Some of the rows.
+inline SoftmaxRows rows_of(const SoftmaxRows& r, int first, int count) {
   SoftmaxRows some = r;
+  some.rows = count;
+  some.scores = r.scores + first * r.stride;
+  some.first = r.first + first;
+  some.valid = r.valid + first;
+  some.maxima = r.maxima + first;
+  some.weight_sums = r.weight_sums + first;
+  some.weights = static_cast<char*>(r.weights) + first * r.stride * static_cast<int64_t>(size_of(r.dtype));
+  some.sums = r.sums + first * r.sums_stride;
+  return some;
+}
+
+[[maybe_unused]] void softmax_step(const SoftmaxRows& r) {
   for (int row = 0; row < r.rows; row += kLanes) {
-    some.rows = r.rows - row < kLanes ? r.rows - row : kLanes;
-    some.scores = r.scores + row * r.stride;
-    some.first = r.first + row;
-    some.valid = r.valid + row;
-    some.maxima = r.maxima + row;
-    some.weight_sums = r.weight_sums + row;
-    some.weights = static_cast<char*>(r.weights) + row * r.stride * static_cast<int64_t>(size_of(r.dtype));
-    some.sums = r.sums + row * r.sums_stride;
+    const SoftmaxRows some = rows_of(r, row, r.rows - row < kLanes ? r.rows - row : kLanes);
     r.dtype == DType::kF32 ? softmax_rows<DType::kF32>(some) : softmax_rows<DType::kBf16>(some);
   }
 }

@@ -50,7 +50,7 @@ class Bf16Weights {
   bool are_right() const { return _mm512_cmpgt_epu32_mask(largest_, _mm512_set1_epi32(kLargestPower)) == 0; }
 
  private:
-  // Of a vector of scores; 0 for those that do not count, of which it makes a number too small to be normal, which is rounded to 0.
+  // Of a vector of scores; 0 for those that do not count, whose weight is then too small to be normal, and rounded to 0.
   __m512i power(const float* scores, uint32_t seen, __m512 offset) {
     const __m512 exact = _mm512_fmadd_ps(_mm512_loadu_ps(scores), factor_, offset);
     const __m512i power = _mm512_maskz_cvtps_epi32(static_cast<__mmask16>(seen), exact);
@@ -75,8 +75,8 @@ class Bf16Weights {
   __m512i largest_ = _mm512_setzero_si512();
 };
 
-// At most kLanes rows of so many pairs each, which all begin or none. Returns false, with nothing changed but weights, where these
-// are not right.
+// At most kLanes rows of so many pairs each, which all begin or none. Returns false, with nothing changed but weights, where
+// these are not right.
 template <int pairs>
 bool weigh_rows(const SoftmaxRows& r, bool begin) {
   Bf16Weights weights(r.scaling * kLog2E);
@@ -121,21 +121,8 @@ inline bool weigh_together(const SoftmaxRows& r, int64_t pairs, bool begin) {
   }
 }
 
-// Some of the rows.
-inline SoftmaxRows rows_of(const SoftmaxRows& r, int first, int count) {
-  SoftmaxRows some = r;
-  some.rows = count;
-  some.scores = r.scores + first * r.stride;
-  some.first = r.first + first;
-  some.valid = r.valid + first;
-  some.maxima = r.maxima + first;
-  some.weight_sums = r.weight_sums + first;
-  some.weights = static_cast<char*>(r.weights) + first * r.stride * static_cast<int64_t>(size_of(r.dtype));
-  some.sums = r.sums + first * r.sums_stride;
-  return some;
-}
-
-// How many rows from the first one on, at most kLanes, have as many pairs, and are seen from their first score or are not, as it is.
+// How many rows from the first one on, at most kLanes, have as many pairs, and are or are not seen from their first score, as it
+// is.
 inline int count_alike(const SoftmaxRows& r) {
   constexpr int kHalf = kLanes / 2;
   const uint32_t all = r.rows < kLanes ? (1u << r.rows) - 1 : (1u << kLanes) - 1;
@@ -164,7 +151,7 @@ inline int count_alike(const SoftmaxRows& r) {
     const int64_t pairs = pairs_of(some.valid[0]);
     const bool is_whole = some.first[0] <= 0 && pairs > 0;
     const uint32_t all = (1u << some.rows) - 1;
-    const uint32_t begin = _mm512_cmpeq_ps_mask(_mm512_loadu_ps(some.maxima), _mm512_set1_ps(-__builtin_inff())) & all;
+    const uint32_t begin = _mm512_cmpeq_ps_mask(_mm512_loadu_ps(some.weight_sums), _mm512_setzero_ps()) & all;
     const bool is_done = is_whole && (begin == 0 || begin == all) && weigh_together(some, pairs, begin != 0);
     for (int i = 0; i < some.rows && !is_done; ++i) {
       const SoftmaxRows one = rows_of(some, i, 1);

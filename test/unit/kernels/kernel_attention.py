@@ -51,6 +51,8 @@ def attention_cases() -> Iterator[Check]:
         yield from attention_case(dtype, SHAPES[0], *CUTS[3], steepness=steepness, sinks=sinks, window=100)
     for dtype in DTYPES:
         yield from broken_number_case(dtype)
+        for cut in (CUTS[0], CUTS[2]):
+            yield from attention_case(dtype, SHAPES[0], *cut, sinks=torch.full((16,), float("-inf")))
 
 
 def broken_number_case(dtype: torch.dtype) -> Iterator[Check]:
