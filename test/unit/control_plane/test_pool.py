@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from itertools import zip_longest
 
 import pytest
 from scripted_member import ScriptedMember
@@ -40,8 +41,9 @@ def body(number):
     return {"prompt": f"line-{number}", "seed": number}
 
 
-def ask(pool, numbers):
-    return [asyncio.ensure_future(pool.respond(URL, body(number))) for number in numbers]
+def ask(pool, numbers, outputs=()):
+    calls = (pool.respond(URL, body(number), output) for number, output in zip_longest(numbers, outputs))
+    return [asyncio.ensure_future(call) for call in calls]
 
 
 async def answers(tasks):
@@ -123,8 +125,7 @@ def test_lines_that_an_engine_had_not_begun_are_not_suspected_of_its_death():
         member = ScriptedMember("a", rate=0)
         outputs = [PartialOutput() for _ in range(100)]
         async with pool_of(member) as pool:
-            calls = (pool.respond(URL, body(number), output) for number, output in enumerate(outputs))
-            tasks = [asyncio.ensure_future(call) for call in calls]
+            tasks = ask(pool, range(100), outputs)
             await until(lambda: len(member.running) == 100)
             member.tokens = {key: [1] for key in list(member.running)[:10]}
             await until(lambda: sum(map(len, outputs)) == 10)
@@ -161,9 +162,12 @@ def test_a_line_that_waits_for_an_instance_that_runs_suspects_goes_on_elsewhere_
     async def scenario():
         computed = key_of(URL, pack_body(body(9)), 0)
         lost, other = ScriptedMember("a", rate=0, computing=[computed]), ScriptedMember("b")
+        outputs = [PartialOutput(), PartialOutput()]
         async with pool_of(lost) as pool:
-            asked = ask(pool, [1, 2])
+            asked = ask(pool, [1, 2], outputs)
             await until(lambda: len(lost.running) == 3)
+            lost.tokens = {key: [1] for key in lost.running}
+            await until(lambda: all(map(len, outputs)))  # it has begun both, so it suspects both
             lost.die()
             await until(lambda: len(lost.running) == 1)
             asked += ask(pool, [9])
