@@ -64,12 +64,15 @@ class Attention {
       const int64_t tokens = c_.starts[piece + 1] - c_.starts[piece];
       const int64_t heads = enough && tokens * c_.q_heads <= tokens_per_block_ * group_ ? c_.kv_heads : 1;
       for (int64_t head = 0; head < c_.kv_heads; head += heads)
-        for (int64_t token = 0; token < tokens; token += tokens_per_block_)
+        // Those that see most come first.
+        for (int64_t number = divide_up(tokens, tokens_per_block_); number-- > 0;) {
+          const int64_t token = number * tokens_per_block_;
           blocks_.push_back({piece, head, head + heads, token, std::min(tokens, token + tokens_per_block_)});
+        }
     }
-    // Long ones first, so that no thread begins one at the end.
-    std::stable_sort(blocks_.begin(), blocks_.end(),
-                     [this](const AttentionBlock& a, const AttentionBlock& b) { return work(a) > work(b); });
+    shares_ = share_blocks(
+        blocks_, [this](const AttentionBlock& block) { return work(block); },
+        [this](const AttentionBlock& block) { return c_.lengths[block.piece]; });
   }
 
   void run() {
@@ -92,7 +95,7 @@ class Attention {
     const auto count = static_cast<int64_t>(blocks_.size());
     std::vector<AttentionLead> leads;
     for (int thread = 0; thread < num_threads(); ++thread) leads.emplace_back(pages_);
-    run_tasks_ahead(count, [&](int64_t index, int64_t next, int thread) {
+    run_tasks_ahead(shares_, [&](int64_t index, int64_t next, int thread) {
       const AttentionBlock* after = next < count ? &blocks_[next] : nullptr;
       attend(blocks_[index], after, leads[static_cast<size_t>(thread)], base + bytes * thread);
     });
@@ -100,7 +103,8 @@ class Attention {
 
  private:
   int64_t work(const AttentionBlock& block) const {
-    return (block.end - block.begin) * (pages_.seen_by(block, block.end - 1) - pages_.first_chunk(block));
+    const int64_t rows = (block.end - block.begin) * (block.last_head - block.head);
+    return rows * (pages_.seen_by(block, block.end - 1) - pages_.first_chunk(block));
   }
 
   // `after` is what comes next, or null.
@@ -340,6 +344,7 @@ class Attention {
   const int64_t element_, row_bytes_;  // a number of q and of the pages, and as many as a head has of them
   const int64_t query_token_bytes_, out_token_bytes_;  // from token to token in q and the result
   std::vector<AttentionBlock> blocks_;
+  ShareBounds shares_;
   size_t queries_at_ = 0, sums_at_ = 0, maxima_at_ = 0, weight_sums_at_ = 0, scores_at_ = 0, weights_at_ = 0;
   size_t spare_at_ = 0, block_at_ = 0, tiles_at_ = 0, runs_at_ = 0;
 };

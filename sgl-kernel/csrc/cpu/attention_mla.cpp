@@ -50,10 +50,14 @@ class Mla {
     const int64_t heads = std::min(c_.heads, kRowsPerBlock), tokens = kRowsPerBlock / heads;
     for (int64_t piece = 0; piece < c_.pieces; ++piece)
       for (int64_t head = 0; head < c_.heads; head += heads)
-        for (int64_t token = 0, count = c_.starts[piece + 1] - c_.starts[piece]; token < count; token += tokens)
-          blocks_.push_back({piece, head, std::min(heads, c_.heads - head), token, std::min(count, token + tokens)});
-    // Long ones first, so that no thread begins one at the end.
-    std::stable_sort(blocks_.begin(), blocks_.end(), [this](const Block& a, const Block& b) { return work(a) > work(b); });
+        for (int64_t number = divide_up(c_.starts[piece + 1] - c_.starts[piece], tokens); number-- > 0;) {
+          // Those that see most come first.
+          const int64_t token = number * tokens, end = std::min(c_.starts[piece + 1] - c_.starts[piece], token + tokens);
+          blocks_.push_back({piece, head, std::min(heads, c_.heads - head), token, end});
+        }
+    shares_ = share_blocks(
+        blocks_, [this](const Block& block) { return work(block); },
+        [this](const Block& block) { return c_.lengths[block.piece]; });
   }
 
   void run() {
@@ -70,8 +74,7 @@ class Mla {
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(bytes * num_threads()));
     for (int thread = 0; thread < num_threads(); ++thread) one.guard(base + bytes * thread);
-    run_tasks(static_cast<int64_t>(blocks_.size()),
-              [&](int64_t index, int thread) { attend(blocks_[index], base + bytes * thread); });
+    run_tasks(shares_, [&](int64_t index, int thread) { attend(blocks_[index], base + bytes * thread); });
   }
 
  private:
@@ -205,6 +208,7 @@ class Mla {
   const int64_t channels_;  // of a value, rounded up to whole tiles
   const bool in_place_;     // whether a chunk's tokens can be read where they lie
   std::vector<Block> blocks_;
+  ShareBounds shares_;
   size_t queries_at_ = 0, sums_at_ = 0, state_at_ = 0, scores_at_ = 0, keys_at_ = 0, values_at_ = 0, rows_at_ = 0;
 };
 

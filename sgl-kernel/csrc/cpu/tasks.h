@@ -1,14 +1,12 @@
-// Owns how large tasks are and how they are shared among threads: each takes the next one until none is left.
+// Owns how large tasks are.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <utility>
 
 #include "gemm.h"
+#include "task_shares.h"
 
 namespace sgl_batch {
 
@@ -19,8 +17,6 @@ constexpr int64_t kPanelBytesPerTask = 256 << 10;  // with a block of rows they 
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
-
-inline int num_threads() { return omp_get_max_threads(); }
 
 // How many panels of one weight a task goes through, of `panels` for all tasks together.
 inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes) {
@@ -112,43 +108,5 @@ class TileUse {
  private:
   void (*const release_)();
 };
-
-// Calls task(index, next, thread) for every index in [0, count); `next` is the one that the same thread takes after it,
-// or `count`. Threads are numbered from 0 below num_threads().
-template <typename Task>
-void run_tasks_ahead(int64_t count, const Task& task) {
-  const int threads = static_cast<int>(std::min<int64_t>(num_threads(), count));
-  if (threads <= 1) {
-    for (int64_t index = 0; index < count; ++index) task(index, index + 1, 0);
-    return;
-  }
-  std::atomic<int64_t> unclaimed{0};
-#pragma omp parallel num_threads(threads)
-  {
-    const int thread = omp_get_thread_num();
-    int64_t index = unclaimed.fetch_add(1);
-    while (index < count) {
-      const int64_t next = std::min(count, unclaimed.fetch_add(1));
-      task(index, next, thread);
-      index = next;
-    }
-  }
-}
-
-// The same for who does not care what follows: no task is claimed before it begins.
-template <typename Task>
-void run_tasks(int64_t count, const Task& task) {
-  const int threads = static_cast<int>(std::min<int64_t>(num_threads(), count));
-  if (threads <= 1) {
-    for (int64_t index = 0; index < count; ++index) task(index, 0);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(threads)
-  {
-    const int thread = omp_get_thread_num();
-    for (int64_t index = next.fetch_add(1); index < count; index = next.fetch_add(1)) task(index, thread);
-  }
-}
 
 }  // namespace sgl_batch
