@@ -1,8 +1,10 @@
 #!/usr/bin/env python
 """Owns the command that measures the native CPU kernels against this machine's ceilings and torch's operators.
 
-The ceilings (a large product of bf16, a large read, each by the fastest way found) are measured in every round, on the
-same threads. Weights and pages are too many for the caches, as in a model. Timed is the operator alone.
+Ceilings are measured in every round, on the same threads, each by the fastest way found: a large product of bf16, a
+large read, and for decode a read of pages by a program that does nothing else. Beside them stands what two cores take
+to hand a cache line to each other. Weights and pages are too many for the caches, as in a model. Timed is the operator
+alone.
 
 (Not `kernels.py`: transformers takes whatever module of that name it finds beside a script for a package of its own.)
 """
@@ -13,7 +15,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +95,20 @@ def main(argv: list[str]) -> int:
         "threads": torch.get_num_threads(),
         "command": ["python", "benchmark/cpu_kernels.py", *argv],
     }
-    print_report(about, rates, report.ceilings_text(rates, ceilings), report.work_text)
+    print_report(about, rates, report.LIMITS, report.ceilings_text(rates, ceilings), report.work_text)
     if options.json is not None:
         figures = {**about, **report.as_json(rates, timed, ceilings)}
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def print_report(about: dict[str, Any], rates: list[Any], head: str, text_of: Callable[[str, list[Any]], str]) -> None:
-    """Return the tables after a line with the machine and the command."""
+def print_report(
+    about: dict[str, Any], rates: list[Any], limits: Sequence[str], head: str, text_of: Callable[[str, list[Any]], str]
+) -> None:
+    """Print the tables, but for those of the limits, after `head` and a line with the machine and the command."""
     print(f"{machine.describe(about['machine'])}; {about['threads']} threads; {about['isa']}; torch {about['torch']}")
     print(f"{' '.join(about['command'])}\n\nMedians (smallest-largest) of {rates[0].ms.count} rounds.\n\n{head}")
-    for name in dict.fromkeys(rate.table for rate in rates if rate.table not in ("product", "read")):
+    for name in dict.fromkeys(rate.table for rate in rates if rate.table not in limits):
         print(f"\n{text_of(name, rates)}")
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from kernel_rates.memory_probe import page_reads
 from kernel_rates.shapes import Shapes
 from kernel_rates.work import Work
 from sgl_batch.mem_cache.device_page_pool import lazy_zeros
 
 PAGE = 64
+DECODE = "decode attention"
 _LONGEST_PROMPT = 4096
 
 
@@ -46,15 +48,16 @@ class Pages:
 
 
 def attention_work(kernels: Any, shapes: Shapes, contexts: list[int], batches: list[int]) -> Iterator[Work]:
-    """Return decode attention, which reads every sequence's whole context once."""
+    """Return reads of pages, decode attention, which reads every sequence's whole context once, and that of prompts."""
     needed = max(batches) * -(-max(contexts) // PAGE)
     pages = Pages(shapes, max(needed, _LONGEST_PROMPT // PAGE))
+    yield from page_reads(pages.keys[0].nbytes, pages.keys.nbytes + pages.values.nbytes)
     token_bytes = 2 * 2 * shapes.kv_heads * shapes.head_dim
     token_flops = 4 * shapes.q_heads * shapes.head_dim
     for context, batch in itertools.product(contexts, batches):
         tokens = context * batch
         yield Work(
-            table="decode attention",
+            table=DECODE,
             row=f"{context} x {batch}",
             by="sgl_batch",
             flops=token_flops * tokens,

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from runners.cpu_rates import large_reads
 
+from kernel_rates.memory_probe import line_exchange
 from kernel_rates.shapes import Shapes
 from kernel_rates.work import Work
 from sgl_batch.layers.int8_weights import to_int8
@@ -26,7 +27,10 @@ _READ_BYTES = 1 << 30
 
 
 def ceilings(kernels: Any) -> Iterator[Work]:
-    """Return a large product of bf16 and a large read, each in several ways, of which the fastest counts."""
+    """Return a large product of bf16 and a large read, each in several ways, of which the fastest counts.
+
+    And what two cores take to hand a line to each other.
+    """
     x, weight = torch.randn(_SIDE, _SIDE).bfloat16(), torch.randn(_SIDE, _SIDE).bfloat16()
     ours, theirs = weight.clone(), torch.ops.mkldnn._reorder_linear_weight(weight, _SIDE)
     kernels.pack_(ours[None])
@@ -41,6 +45,7 @@ def ceilings(kernels: Any) -> Iterator[Work]:
     for by, run in large_reads(_READ_BYTES).items():
         row = f"read of {_READ_BYTES >> 20} MiB"
         yield Work(table=READ, row=row, by=by, flops=0, num_bytes=_READ_BYTES, run=run)
+    yield from line_exchange()
 
 
 def linear_work(kernels: Any, shapes: Shapes, rows: list[int]) -> Iterator[Work]:

@@ -7,7 +7,7 @@ import json
 import cpu_kernels
 import pytest
 import torch
-from kernel_rates import product_work, report, work
+from kernel_rates import memory_probe, product_work, report, work
 from kernel_rates.shapes import Shapes, shapes_of
 
 from sgl_batch.errors import ConfigError
@@ -56,6 +56,33 @@ def test_shares_are_of_the_fastest_ceiling_of_the_same_round():
     assert (other.slower_than_ours.low, other.slower_than_ours.high) == (2.0, 4.0)
 
 
+def test_decode_is_compared_with_what_reads_pages_alone():
+    runs = [
+        timed("product", "a", [1.0, 1.0], flops=100e9),
+        timed("read", "a", [1.0, 1.0], num_bytes=40e9),
+        timed("page read", "early", [1.0, 2.0], num_bytes=20e9),
+        timed("page read", "late", [4.0, 4.0], num_bytes=20e9),
+        timed("decode attention", "sgl_batch", [1.0, 1.0], num_bytes=8e9),
+        timed("prefill attention", "sgl_batch", [1.0, 1.0], num_bytes=8e9),
+    ]
+    decode, prefill = report.rates_of(runs, report.ceilings_of(runs))[4:]
+    assert (decode.page_share.low, decode.page_share.high) == (pytest.approx(0.4), pytest.approx(0.8))
+    assert prefill.page_share is None
+
+
+def test_pages_are_read_in_every_way_and_lines_go_there_and_back():
+    works = [*memory_probe.page_reads(256, 1 << 14), *memory_probe.line_exchange()]
+    assert [one.num_bytes for one in works[:3]] == [1 << 14] * 3
+    assert all(found.seconds[0] > 0 for found in work.measure(works, rounds=1, sample_s=0.001, say=lambda _: None))
+
+
+def test_without_a_compiler_the_reason_and_the_remedy_are_said(monkeypatch):
+    memory_probe._program.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"no-such-compiler does not compile .* name yours in CXX"):
+        next(memory_probe.page_reads(256, 512))
+
+
 def test_a_checkpoint_without_experts_or_with_latents_is_refused_with_the_reason(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ConfigError, match="moe_intermediate_size"):
@@ -94,6 +121,7 @@ def test_the_command_prints_every_table_and_writes_every_round(monkeypatch, caps
     assert cpu_kernels.main(command) == 0
     text, figures = capsys.readouterr().out, json.loads(record.read_text())
     tables = {rate["table"] for rate in figures["rates"]}
-    assert {"product", "read", "experts", "decode attention", "prefill attention"} < tables
+    assert {"product", "read", "page read", "experts", "decode attention", "prefill attention"} < tables
     assert all(len(rate["seconds"]) == 2 for rate in figures["rates"])
-    assert all(f"\n{table}\n" in text for table in tables - {"product", "read"})
+    assert all(f"\n{table}\n" in text for table in tables.difference(report.LIMITS))
+    assert "of page read" in text

@@ -1,4 +1,4 @@
-// Owns the checks of how threads share tasks: each is done once, near its neighbours, and nobody waits while there are some left.
+// Owns the checks of how threads share tasks: each is done once, near its neighbours, and nobody waits while some are left.
 //
 // Prints a line for each rule that does not hold, and ends with 1 if there was one.
 #include <algorithm>
