@@ -39,7 +39,7 @@ ShareBounds share_blocks(std::vector<Block>& blocks, const Work& work, const Len
   ShareBounds bounds{0};
   for (int64_t at = 0; at < count; ++at) {
     const int64_t own = work(blocks[static_cast<size_t>(at)]);
-    // A block that lies across a bound is whose half it is.
+    // A block across a bound goes to the share in which its middle lies.
     while (static_cast<int64_t>(bounds.size()) < threads &&
            (2 * done + own) * threads >= 2 * all * static_cast<int64_t>(bounds.size()))
       bounds.push_back(at);
