@@ -146,10 +146,12 @@ class LineClient:
     async def read_answers(self) -> Failed | None:
         """Pass answers to their callers until the connection ends. Return why the engine failed, if it has said so.
 
-        The caller then calls `fail` with the reason of the engine's death. Until that, requests wait.
+        A failed engine waits for the end of the connection, and gets it. The caller then calls `fail` with the reason
+        of the engine's death. Until that, requests wait.
         """
         while (message := await self._frames.read()) is not None:
             if isinstance(message, Failed):
+                self._frames.close()
                 return message
             if isinstance(message, Ready):
                 raise FrameError("the engine has reported twice that it is ready")

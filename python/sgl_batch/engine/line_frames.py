@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -20,6 +21,8 @@ from sgl_batch.errors import SglBatchError
 # One frame holds one request or answer: a line's limit is far lower, and log probabilities of a long answer fit.
 MAX_FRAME_BYTES = 1 << 30
 _LENGTH_BYTES = 4
+# How long the other side may take to end the connection after a last message.
+_LAST_WITHIN_S = 5.0
 
 
 class FrameError(SglBatchError):
@@ -169,6 +172,18 @@ class Frames(Generic[M]):
             await self._writer.drain()
         except ConnectionError:
             return  # the reader notices the end
+
+    async def send_last(self, message: msgspec.Struct) -> None:
+        """Write a last message, and wait until the other side has ended the connection, at most 5 s.
+
+        A process that ends while messages to it are under way resets its connection: what the other side has not read
+        by then may be lost.
+        """
+        await self.send(message)
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(_LAST_WITHIN_S):
+                while await self._reader.read(1 << 16):
+                    pass
 
     def close(self) -> None:
         """End the connection."""

@@ -117,7 +117,7 @@ class WorkerServer:
         serving.cancel()
         with suppress(asyncio.CancelledError):
             await serving  # it reports the tokens of unanswered lines to the parent
-        await frames.send(Failed(message=str(death), code=death.code))
+        await frames.send_last(Failed(message=str(death), code=death.code))
         self._end(3)
 
     async def _http_is_up(self) -> None:

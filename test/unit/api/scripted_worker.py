@@ -69,7 +69,7 @@ async def serve(link: ParentLink) -> int:
     death = await serve_lines(frames, ScriptedEngine())
     if death is None:
         return 1
-    await frames.send(Failed(message=str(death), code=death.code))
+    await frames.send_last(Failed(message=str(death), code=death.code))
     return 3
 
 

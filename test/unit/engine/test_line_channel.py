@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -301,6 +302,41 @@ def test_a_reported_failure_reaches_the_reader_of_answers():
         assert await client.read_answers() == Failed(message="no memory", code=None)
         worker.close()
 
+    asyncio.run(run())
+
+
+def test_a_failure_is_read_though_requests_are_on_their_way_to_the_engine_that_ends():
+    async def run() -> None:
+        front, worker = await connect()
+        client, failure = LineClient(front, ("tiny",)), Failed(message="no space", code="no_space")
+
+        async def end() -> None:
+            await worker.send_last(failure)
+            worker.close()
+
+        asked, ending = [asyncio.ensure_future(client.stats())], asyncio.ensure_future(end())
+        for _ in range(3):
+            await asyncio.sleep(0.02)
+            asked.append(asyncio.ensure_future(client.stats()))
+        assert await client.read_answers() == failure
+        await asyncio.wait_for(ending, 2)
+        client.fail(EngineError("no space"))
+        assert all(isinstance(one, EngineError) for one in await asyncio.gather(*asked, return_exceptions=True))
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_ends_does_not_wait_for_ever_for_a_server_that_does_not_read(monkeypatch):
+    async def run() -> None:
+        front, worker = await connect()
+        begun = time.monotonic()
+        await asyncio.wait_for(worker.send_last(Failed(message="no space", code=None)), 5)
+        assert time.monotonic() - begun >= 0.05
+        front.close()
+        await asyncio.wait_for(worker.send_last(Failed(message="no space", code=None)), 5)
+        worker.close()
+
+    monkeypatch.setattr("sgl_batch.engine.line_frames._LAST_WITHIN_S", 0.05)
     asyncio.run(run())
 
 
