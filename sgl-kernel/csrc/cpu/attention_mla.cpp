@@ -48,13 +48,15 @@ class Mla {
         channels_(round_up(call.value_dim, k_.narrow.tile)),
         in_place_(call.page % kMlaChunk == 0 && (pairs_ || (call.dtype == DType::kF32 && channels_ <= call.dim))) {
     const int64_t heads = std::min(c_.heads, kRowsPerBlock), tokens = kRowsPerBlock / heads;
-    for (int64_t piece = 0; piece < c_.pieces; ++piece)
+    for (int64_t piece = 0; piece < c_.pieces; ++piece) {
+      const int64_t count = c_.starts[piece + 1] - c_.starts[piece];
       for (int64_t head = 0; head < c_.heads; head += heads)
-        for (int64_t number = divide_up(c_.starts[piece + 1] - c_.starts[piece], tokens); number-- > 0;) {
-          // Those that see most come first.
-          const int64_t token = number * tokens, end = std::min(c_.starts[piece + 1] - c_.starts[piece], token + tokens);
-          blocks_.push_back({piece, head, std::min(heads, c_.heads - head), token, end});
+        // Those that see most come first.
+        for (int64_t number = divide_up(count, tokens); number-- > 0;) {
+          const int64_t token = number * tokens;
+          blocks_.push_back({piece, head, std::min(heads, c_.heads - head), token, std::min(count, token + tokens)});
         }
+    }
     shares_ = share_blocks(
         blocks_, [this](const Block& block) { return work(block); },
         [this](const Block& block) { return c_.lengths[block.piece]; });

@@ -23,8 +23,8 @@ inline int num_threads() { return omp_get_max_threads(); }
 // As many tasks for each thread; no more threads than tasks.
 inline ShareBounds equal_shares(int64_t count) {
   const int64_t threads = std::clamp<int64_t>(count, 1, num_threads());
-  ShareBounds bounds;
-  for (int64_t thread = 0; thread <= threads; ++thread) bounds.push_back(count * thread / threads);
+  ShareBounds bounds(static_cast<size_t>(threads) + 1);
+  for (int64_t thread = 0; thread <= threads; ++thread) bounds[static_cast<size_t>(thread)] = count * thread / threads;
   return bounds;
 }
 

@@ -4,38 +4,21 @@ specifies them. Its speed, and whether a processor follows the manual, can be te
 
 from __future__ import annotations
 
-import os
 import platform
-import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
+from compiled_checks import HERE, KERNELS, compiled, run
 
-HERE = Path(__file__).parent
-KERNELS = HERE.parents[2] / "sgl-kernel" / "csrc" / "cpu"
 REFUSED = 3
+EMULATION = HERE / "amx_emulation.cpp"
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is part of x86-64")
 
 
-def compiled(directory: Path, name: str, kernel: str) -> Path:
-    """Compile a program of checks with a kernel's own source, optimised as kernels are."""
-    program = directory / name
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
-    sources = (HERE / f"{name}.cpp", HERE / "amx_emulation.cpp", KERNELS / kernel)
-    flags = ("-std=c++20", "-O3", "-pthread", f"-I{KERNELS}", "-o", str(program))
-    subprocess.run([*compiler, *flags, *map(str, sources)], check=True, timeout=300)
-    return program
-
-
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("amx"), "amx_tile_checks", "gemm_amx_bf16.cpp")
-
-
-def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=300, check=False)
+    return compiled(tmp_path_factory.mktemp("amx"), "amx_tile_checks", EMULATION, KERNELS / "gemm_amx_bf16.cpp")
 
 
 def test_a_tile_is_exact_alone_and_with_other_rows_and_stays_within_its_memory(checks):
@@ -45,7 +28,7 @@ def test_a_tile_is_exact_alone_and_with_other_rows_and_stays_within_its_memory(c
 
 
 def test_sums_of_int8_are_exact_for_any_rows_and_stay_within_their_memory(tmp_path):
-    done = run(compiled(tmp_path, "amx_int8_checks", "gemm_amx_int8.cpp"))
+    done = run(compiled(tmp_path, "amx_int8_checks", EMULATION, KERNELS / "gemm_amx_int8.cpp"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout in ("emulation\n", "hardware\n")
 
