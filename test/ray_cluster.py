@@ -52,15 +52,12 @@ def ray_environment(repo_root: Path) -> Iterator[dict[str, str]]:
                 process.kill()
 
 
-def processes_in(directory: str, named: str = "") -> list[psutil.Process]:
-    """Return the processes of the Ray whose directory this is: its own, and those of its actors and engines.
-
-    Those alone whose names begin with `named`, which are read sooner than their environments.
-    """
+def processes_in(directory: str) -> list[psutil.Process]:
+    """Return the processes of the Ray whose directory this is: its own, and those of its actors and engines."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.name().startswith(named) and process.environ().get("RAY_TMPDIR") == directory:
+            if process.environ().get("RAY_TMPDIR") == directory:
                 found.append(process)
         except psutil.Error:
             continue

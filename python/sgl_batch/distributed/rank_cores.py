@@ -6,9 +6,12 @@ first thread of every core, not half of the cores.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 _SYSFS = Path("/sys/devices/system/cpu")
 
@@ -21,6 +24,11 @@ class Cpu:
     node: int
     core: int
     number: int
+
+
+def cpus_and_threads() -> dict[str, int]:
+    """Return how many CPUs this process may use, and how many threads compute in it."""
+    return {"cpus": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
 
 
 def read_cpus(numbers: Iterable[int], sysfs: Path = _SYSFS) -> list[Cpu]:

@@ -40,6 +40,7 @@ def merged_stats(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "free_pages": sum(rank["free_pages"] for rank in ordered),
         "total_pages": sum(rank["total_pages"] for rank in ordered),
         "memory": max((rank["memory"] for rank in ordered), key=lambda memory: memory["peak_bytes"]),
+        "cpu": {name: sum(rank["cpu"][name] for rank in ordered) for name in ordered[0]["cpu"]},
         "store": max((rank["store"] for rank in ordered), key=lambda store: store.get("free_pages", 0)),
         "ranks": ordered,
     }

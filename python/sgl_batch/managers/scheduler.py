@@ -19,6 +19,7 @@ from sgl_batch.core.plan_change import PlanChange
 from sgl_batch.core.rank_moves import Migration
 from sgl_batch.core.start_choices import StartChoices, line_of
 from sgl_batch.distributed.rank_context import RankContext
+from sgl_batch.distributed.rank_cores import cpus_and_threads
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import kernels_in_use
 from sgl_batch.kv_offload.kv_choice import kv_form
@@ -491,6 +492,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
                 "weight_bytes": self.tp_worker.model_runner.weight_bytes,
                 "kv_token_bytes": self.tp_worker.model_runner.kv_token_bytes,
             },
+            "cpu": cpus_and_threads() if self.server_args.device == "cpu" else {},
             "rank": self.context.rank,
         }
         return GetInternalStateReqOutput(internal_state=state)

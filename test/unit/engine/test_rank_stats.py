@@ -20,6 +20,7 @@ def stats_of(
         "free_pages": 5,
         "total_pages": 8,
         "memory": {"peak_bytes": 100 - rank, "budget_bytes": 200},
+        "cpu": {"cpus": 2, "threads": 1 + rank},
         "forward": "coroutine",
         "overflow_directory": "/scratch",
         "store": store or {},
@@ -35,6 +36,11 @@ def test_a_lone_rank_s_statistics_stay_as_they_are():
 def test_counters_are_added_up():
     merged = merged_stats([stats_of(0, output_tokens=3, prefill_groups=1), stats_of(1, output_tokens=4)])
     assert merged["counters"] == {"output_tokens": 7, "prefill_groups": 1}
+
+
+def test_cpus_and_threads_are_those_of_all_ranks_and_there_are_none_on_gpus():
+    assert merged_stats([stats_of(0), stats_of(1)])["cpu"] == {"cpus": 4, "threads": 3}
+    assert merged_stats([{**stats_of(rank), "cpu": {}} for rank in range(2)])["cpu"] == {}
 
 
 def test_sequences_of_all_ranks_are_counted_by_state():

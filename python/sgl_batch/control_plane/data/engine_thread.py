@@ -180,19 +180,21 @@ class EngineThread:
         return answers
 
     async def _report(self, engine: RunningEngine) -> None:
-        """Log how full the engine was. It has no row now: between two runs of rows, or at their end."""
+        """Log how full the engine was, and on what. It has no row now: between two runs of rows, or at their end."""
         states = await engine.tokenizer_manager.get_internal_state()
-        counters = merged_stats([state["sgl_batch"] for state in states])["counters"]
+        stats = merged_stats([state["sgl_batch"] for state in states])
+        counters, cpu = stats["counters"], stats["cpu"]
         decoded_rows = counters.get("decode_rows", 0) - counters.get("drafts", 0)
         decoded = decoded_rows / max(counters.get("decode_groups", 0), 1)
         rows = self.occupancy
         logger.setLevel(logging.INFO)
         logger.info(
-            "rows: %d answered in %.1f s, at most %d in the engine at once; %.1f decoded together on average",
+            "rows: %d answered in %.1f s, at most %d in the engine at once; %.1f decoded together on average%s",
             rows.answered,
             rows.busy_s,
             rows.most,
             decoded,
+            f"; threads: {cpu['threads']}, on CPUs: {cpu['cpus']}" if cpu else "",
         )
 
     async def _answer(self, engine: RunningEngine, request: RowRequest) -> RowAnswer | None:

@@ -23,7 +23,8 @@ class ScriptedManager:
     tokenizer: Any = None
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
-        return [{"sgl_batch": {"counters": {"decode_rows": 12, "decode_groups": 4}}}]
+        counters = {"decode_rows": 12, "decode_groups": 4}
+        return [{"sgl_batch": {"counters": counters, "cpu": {"cpus": 1, "threads": 2}}}]
 
 
 class ScriptedEngine:

@@ -125,7 +125,9 @@ def test_an_engine_that_is_empty_reports_how_full_it_was_each_time_that_twice_th
             ask(thread, "one", "two")
     reports = [record.getMessage() for record in caplog.records if "rows:" in record.getMessage()]
     assert [report.split(" answered")[0] for report in reports] == ["rows: 2", "rows: 4", "rows: 8"]
-    assert "at most 2 in the engine at once; 3.0 decoded together" in reports[0]
+    assert reports[0].endswith(
+        "at most 2 in the engine at once; 3.0 decoded together on average; threads: 2, on CPUs: 1"
+    )
 
 
 def test_a_thread_that_never_started_closes() -> None:
