@@ -42,12 +42,12 @@ SETTINGS: dict[str, Any] = {
     "boundary_tokens": 4,
 }
 STORE = {"kv_store_bytes": 64 << 20, "max_total_tokens": 112}
-# A GPU's engine chooses its runner itself.
-TRITON_EXPERTS = {} if ON_GPU else {"expert_runner": "triton"}
 FORMS: dict[str, dict[str, Any]] = {
-    "without a store": {"max_total_tokens": 2048, **TRITON_EXPERTS},
+    "without a store": {"max_total_tokens": 2048},
     "inclusive": {**STORE, "kv_store_mode": "inclusive", "decode_kv": "resident"},
 }
+if not ON_GPU:  # whose engine chooses its runner itself
+    FORMS["experts of Triton"] = {"max_total_tokens": 2048, "expert_runner": "triton"}
 
 
 @dataclass(frozen=True)

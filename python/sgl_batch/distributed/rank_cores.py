@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 _SYSFS = Path("/sys/devices/system/cpu")
 
 
@@ -27,7 +25,12 @@ class Cpu:
 
 
 def cpus_and_threads() -> dict[str, int]:
-    """Return how many CPUs this process may use, and how many threads compute in it."""
+    """Return how many CPUs this process may use, and how many threads compute in it.
+
+    Processes that share CPUs out import this module and compute nothing: torch is imported here, where it is asked.
+    """
+    import torch
+
     return {"cpus": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
 
 
