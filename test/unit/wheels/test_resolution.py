@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from wheel_builder import build_wheel
@@ -33,6 +37,24 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+class OlderPip:
+    """The pip at hand, whose report gives hashes as versions before 23.1 do."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._pip = Pip(scratch)
+
+    def run(self, arguments: Sequence[str]) -> str:
+        output = self._pip.run(arguments)
+        path = Path(arguments[arguments.index("--report") + 1])
+        report = json.loads(path.read_text())
+        for item in report["install"]:
+            archive = item["download_info"]["archive_info"]
+            archive.setdefault("hash", f"sha256={archive.pop('hashes', {}).get('sha256')}")
+            archive.pop("hashes", None)
+        path.write_text(json.dumps(report))
+        return output
+
+
 def resolve(tmp_path: Path, present: dict[str, str], *requirements: str) -> Resolution:
     """Return the packages that the target needs and does not have."""
     return Resolver(Pip(tmp_path), TARGET, present).resolve(requirements or ["engine"])
@@ -41,6 +63,12 @@ def resolve(tmp_path: Path, present: dict[str, str], *requirements: str) -> Reso
 def needed(resolution: Resolution) -> dict[str, str]:
     """The versions of the wheels to fetch."""
     return {wheel.name: wheel.version for wheel in resolution.wheels}
+
+
+@pytest.mark.parametrize("kind", [Pip, OlderPip])
+def test_the_hash_of_a_wheel_is_known_from_every_pip(tmp_path: Path, index: Path, kind: Any) -> None:
+    [wheel] = Resolver(kind(tmp_path), TARGET, {}).resolve(["filelock"]).wheels
+    assert wheel.sha256 == hashlib.sha256((index / wheel.filename).read_bytes()).hexdigest()
 
 
 @pytest.mark.usefixtures("index")
