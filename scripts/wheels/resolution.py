@@ -218,12 +218,12 @@ def _wheel(item: dict[str, Any]) -> ResolvedWheel:
         name=canonical(item["metadata"]["name"]),
         version=item["metadata"]["version"],
         url=item["download_info"]["url"],
-        sha256=_sha256(archive),
+        sha256=_reported_sha256(archive),
     )
 
 
-def _sha256(archive: dict[str, Any]) -> str:
-    """Return an archive's hash, or "" if pip knows none. A pip older than 23.1 writes the one as "sha256=..." only."""
+def _reported_sha256(archive: dict[str, Any]) -> str:
+    """Return an archive's hash, or "" if pip knows none. A pip older than 23.1 writes it as "sha256=..." only."""
     algorithm, _, digest = archive.get("hash", "").partition("=")
     return str(archive.get("hashes", {}).get("sha256", digest if algorithm == "sha256" else ""))
 

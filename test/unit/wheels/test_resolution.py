@@ -48,9 +48,7 @@ class OlderPip:
         path = Path(arguments[arguments.index("--report") + 1])
         report = json.loads(path.read_text())
         for item in report["install"]:
-            archive = item["download_info"]["archive_info"]
-            archive.setdefault("hash", f"sha256={archive.pop('hashes', {}).get('sha256')}")
-            archive.pop("hashes", None)
+            item["download_info"]["archive_info"].pop("hashes", None)
         path.write_text(json.dumps(report))
         return output
 
