@@ -32,7 +32,7 @@ def run(module: Any, weights: PackedWeights, positions: torch.Tensor, hidden: to
     queries[..., rank:] = q_THP
     keys = torch.cat((module.kv_a_layernorm(latent_TR)[:, None], k_T1P), dim=-1)
     seen_THR = module.attn_mqa(queries, keys, keys[..., :rank], batch).view(-1, heads, rank)
-    out_THV = hidden.new_empty(len(hidden), heads, module.v_head_dim)
+    out_THV = hidden.new_empty(len(seen_THR), heads, module.v_head_dim)
     weights.by_head(seen_THR, up_v_HVR, out_THN=out_THV)
     out: torch.Tensor = module.o_proj(weights.all_heads(out_THV))[0]
     return out

@@ -25,12 +25,26 @@ class Part:
     sub_batches: list[SubBatch]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastRows:
+    """The rows of a sub-batch that the last layer keeps (last_rows).
+
+    `span`: where they lie among the kept rows of their group. `index`: their numbers in the sub-batch [rows], int64, or
+    None for all of its rows; one row that nobody reads where it keeps none. `attn_metadata`: that of attention in the
+    last layer.
+    """
+
+    span: tuple[int, int]
+    index: torch.Tensor | None
+    attn_metadata: object
+
+
 @dataclass(slots=True, kw_only=True)
 class Group:
     """Rows [start, end) of a pass that go to the experts together, as the last layer left them [rows, hidden].
 
     `batch`: the forward batch that the experts get, the first if there are several. `buffer`: the rows that sub-batches
-    yield.
+    yield. `last_buffer`: those that they yield in the last layer, if it keeps fewer.
     """
 
     span: tuple[int, int]
@@ -38,13 +52,15 @@ class Group:
     hidden: torch.Tensor
     residual: torch.Tensor | None
     buffer: Buffer
+    last_buffer: Buffer | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupPass:
     """A pass under way. `groups`: one, or one for each sub-batch. `most_rows`: the most rows of one expert call.
 
-    `calls`: the expert calls of the current layer so far.
+    `last_rows`: what the last layer keeps of each sub-batch; None for all rows. `calls`: the expert calls of the
+    current layer so far.
     """
 
     shape: PassShape
@@ -52,11 +68,27 @@ class GroupPass:
     sub_batches: list[SubBatch]
     groups: list[Group]
     most_rows: int
+    last_rows: Sequence[LastRows] | None = None
     calls: int = 0
+
+    def __post_init__(self) -> None:
+        if self.last_rows is None:
+            return
+        for group in self.groups:
+            own = [kept for number, kept in enumerate(self.last_rows) if self.group_of(number) is group]
+            group.last_buffer = AccumulationBuffer(own[-1].span[1])
 
     def group_of(self, number: int) -> Group:
         """Return the group to which a sub-batch yields."""
         return self.groups[number if len(self.groups) > 1 else 0]
+
+    def kept_of(self, number: int, layer: int) -> LastRows | None:
+        """Return what a layer keeps of a sub-batch's rows; None for all."""
+        return None if self.last_rows is None or layer < len(self.layers) - 1 else self.last_rows[number]
+
+    def buffer_of(self, group: Group, layer: int) -> Buffer:
+        """Return the buffer of what a group's sub-batches yield in a layer."""
+        return group.buffer if group.last_buffer is None or layer < len(self.layers) - 1 else group.last_buffer
 
 
 def shape_of(parts: Sequence[Part], num_layers: int, yield_option: str) -> PassShape:

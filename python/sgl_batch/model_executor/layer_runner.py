@@ -40,12 +40,14 @@ from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.batch_split import SubBatch, split
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family
-from sgl_batch.model_executor.group_pass import Group, GroupPass, Part, groups_of, shape_of
+from sgl_batch.model_executor.group_pass import Group, GroupPass, LastRows, Part, groups_of, shape_of
 from sgl_batch.model_executor.kv_staging import Staging
+from sgl_batch.model_executor.last_rows import last_rows
 from sgl_batch.model_executor.layer_graphs import LayerGraphs
 from sgl_batch.model_executor.partition_set import PartitionSet
 from sgl_batch.model_executor.recorded_passes import RecordedPasses
 from sgl_batch.model_executor.yield_callback import YieldCallback
+from sgl_batch.sglang_adapter.logits_rows import batch_of_rows, rows_with_logits
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
 from sgl_batch.sglang_adapter.types.models import AttentionBackend, CausalModel
 
@@ -76,6 +78,8 @@ class LayerRunner:
         decode_source: Brings the KV of decode rows; None finds it in the pool.
         partition: The set of ranks that run the same passes with the same rows, and share the work; None computes this
             rank's own rows. All ranks of the set set it before the same pass.
+        all_rows: Whether the last layer computes rows that the head does not read, too: somebody else reads them. The
+            argument of this name sets it at first.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class LayerRunner:
         on_yield: YieldCallback | None = None,
         split: PassSplit | None = None,
         recorded: RecordedPasses | None = None,
+        all_rows: bool = False,
     ) -> None:
         self.model, self.family, self.attn_backend = model, family, attn_backend
         self._in_force, self.counters, self.can_reenter = in_force, counters, can_reenter
@@ -108,6 +113,7 @@ class LayerRunner:
         self._split = split
         assert recorded is None or (exchange is None and on_yield is None), "no record exchanges rows or calls a user"
         self._recorded = recorded
+        self.all_rows = all_rows
         self.partition: PartitionSet | None = None
 
     @property
@@ -140,8 +146,10 @@ class LayerRunner:
                 hidden = self._pass(batches)
             logits, first_row = [], 0
             for batch in batches:
-                last_row = first_row + len(batch.input_ids)
-                logits.append(self._logits(batch, hidden[first_row:last_row]))
+                counts = self._wanted_rows(batch)
+                last_row = first_row + (len(batch.input_ids) if counts is None else sum(counts))
+                read = batch if counts is None else batch_of_rows(batch, counts)
+                logits.append(self._logits(read, hidden[first_row:last_row]))
                 first_row = last_row
         if len(batches) == 1 and not batches[0].forward_mode.is_decode():
             self.counters.add("prefill_us", round(1e6 * (time.perf_counter() - begun)))
@@ -211,6 +219,10 @@ class LayerRunner:
             first_row += num_rows
         return parts
 
+    def _wanted_rows(self, batch: ForwardBatch) -> list[int] | None:
+        """Return of how many of its last rows each sequence's last layer is read; None for all rows of the batch."""
+        return None if self.all_rows else rows_with_logits(batch)
+
     def _staging(self, batch: ForwardBatch) -> Staging | None:
         """Return the memory through which the KV of a batch passes, or None for the pool's own pages."""
         return self.decode_source if batch.forward_mode.is_decode() else self.prefill_sink
@@ -272,12 +284,15 @@ class LayerRunner:
     def _begin(self, parts: Sequence[Part], hidden: torch.Tensor) -> GroupPass:
         limits, layers = self._limits(parts), self.family.layers(self.model)
         assert limits.yield_option in self.family.yield_options, f"{limits.yield_option} is not offered by the family"
+        groups = groups_of(parts, limits.yield_option, hidden)
+        wanted = [self._wanted_rows(part.batch) for part in parts]
         state = GroupPass(
             shape=shape_of(parts, len(layers), limits.yield_option),
             layers=layers,
             sub_batches=[sub for part in parts for sub in part.sub_batches],
-            groups=groups_of(parts, limits.yield_option, hidden),
+            groups=groups,
             most_rows=limits.expert_rows,
+            last_rows=last_rows(parts, wanted, self.attn_backend, by_sub_batch=len(groups) > 1),
         )
         if self.order is not static_order:
             fixed = self.exchange is not None or any(sub.staging for sub in state.sub_batches)
@@ -300,33 +315,48 @@ class LayerRunner:
             start, end = sub.span[0] - group.span[0], sub.span[1] - group.span[0]
             hidden = group.hidden[start:end]
             residual = None if group.residual is None else group.residual[start:end]
-            yielded = self._attention(state, index, sub, hidden, residual)
+            kept = state.kept_of(number, index)
+            yielded = self._attention(state, index, sub, hidden, residual, kept)
             if self.on_yield is not None:
                 assert sub.staging is None, "a callback changes KV in the pool's own pages"
                 self.on_yield(sub.forward_batch, index)
-            group.buffer.put((start, end), *yielded)
+            if kept is None or kept.span[0] < kept.span[1]:
+                state.buffer_of(group, index).put((start, end) if kept is None else kept.span, *yielded)
         if sub.staging is not None:
             sub.staging.after_attention(index, sub.number, sub.end_in_part)
 
     def _attention(
-        self, state: GroupPass, index: int, sub: SubBatch, hidden: torch.Tensor, residual: torch.Tensor | None
+        self,
+        state: GroupPass,
+        index: int,
+        sub: SubBatch,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        kept: LastRows | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the attention half of a layer for a sub-batch's rows, with its own attention metadata."""
-        if len(state.sub_batches) > 1:
-            self.attn_backend.forward_metadata = sub.attn_metadata
         batch = sub.forward_batch
-        return self.family.attention_half(state.layers[index], batch.positions, hidden, residual, batch)
+        if kept is not None:
+            self.attn_backend.forward_metadata = kept.attn_metadata
+        elif len(state.sub_batches) > 1:
+            self.attn_backend.forward_metadata = sub.attn_metadata
+        rows = None if kept is None else kept.index
+        return self.family.attention_half(state.layers[index], batch.positions, hidden, residual, batch, rows)
 
     def _combine(self, state: GroupPass, index: int, number: int) -> None:
         """Run the experts of a layer for a group: one call, or several if the group has more rows than one may have."""
         group, layer = state.group_of(number), state.layers[index]
         outputs, residuals = [], []
+        buffer = state.buffer_of(group, index)
         with self.counters.clock.part(self.expert_part):
-            while group.buffer.ready():
-                _, hidden, residual = group.buffer.take(state.most_rows)
+            while buffer.ready():
+                _, hidden, residual = buffer.take(state.most_rows)
                 outputs.append(self._expert_call(layer, group, hidden))
                 residuals.append(residual)
             self._join_exchanges(state, group, layer, len(outputs))
+        if not outputs:  # a group of its own for the middle of a prompt, of which the last layer keeps no row
+            group.hidden = group.residual = group.hidden[:0]
+            return
         hidden, residual = (rows[0] if len(rows) == 1 else torch.cat(rows) for rows in (outputs, residuals))
         group.hidden, group.residual = self.family.finish_layer(layer, hidden, residual, group.batch)
 

@@ -237,9 +237,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 "attention backend %s cannot hold the metadata of several sub-batches: each group runs as one",
                 self.server_args.attention_backend,
             )
-        config, operators = self.context.config, self.context.cpu_operators
+        config, operators, reports = self.context.config, self.context.cpu_operators, reports_choices(self.server_args)
         on_yield = make_yield_callback(config, self.token_to_kv_pool, self.req_to_token_pool.req_to_token)
-        alone = self._rank_context is None and on_yield is None and not reports_choices(self.server_args)
+        alone = self._rank_context is None and on_yield is None and not reports
         self.layer_runner = LayerRunner(
             model=self.model,
             family=family,
@@ -253,6 +253,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             on_yield=on_yield,
             split=None if operators is None else operators.split,
             recorded=operators.recorded_passes(self.attn_backend) if operators is not None and alone else None,
+            all_rows=reports,
         )
         self._layer_graphs = self.layer_runner.layer_graphs
         if self._rank_context is not None:
@@ -447,8 +448,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     def _forward_batches(
         self, batches: list[ForwardBatch], pp_proxy_tensors: object, *args: object, **kwargs: object
     ) -> ModelRunnerOutput:
-        forward_batch, runner = batches[0], self.layer_runner
-        mode = forward_batch.forward_mode
+        forward_batch, runner, mode = batches[0], self.layer_runner, batches[0].forward_mode
         if self._pass_memory is not None:
             self._pass_memory.make_room(*batches)
         is_sglangs = len(batches) == 1 and self._sglang_computes(forward_batch)

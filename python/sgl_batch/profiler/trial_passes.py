@@ -82,11 +82,12 @@ class TrialPasses:
 
     @contextmanager
     def _only(self, layers: Sequence[int]) -> Iterator[None]:
-        self._layer_runner.family = cast(Family, SomeLayers(self._family, layers))
+        # All of these layers stand for those in the middle of a model.
+        self._layer_runner.family, self._layer_runner.all_rows = cast(Family, SomeLayers(self._family, layers)), True
         try:
             yield
         finally:
-            self._layer_runner.family = self._family
+            self._layer_runner.family, self._layer_runner.all_rows = self._family, False
 
     def _timed(self, run: Callable[[], object]) -> dict[str, float]:
         clock = self._layer_runner.counters.clock

@@ -30,8 +30,8 @@ NAMES = ("graphs_captured", "graph_replays", "eager_steps")
 class InPlaceFamily(ToyFamily):
     """As SGLang's layers on a GPU: norms answer in the memory that they are given, and so do experts."""
 
-    def attention_half(self, layer, positions, hidden, residual, batch):
-        normed, summed = super().attention_half(layer, positions, hidden, residual, batch)
+    def attention_half(self, layer, positions, hidden, residual, batch, rows=None):
+        normed, summed = super().attention_half(layer, positions, hidden, residual, batch, rows)
         if residual is None:
             return normed, hidden
         return hidden.copy_(normed), residual.copy_(summed)

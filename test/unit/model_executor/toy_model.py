@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
 from sgl_batch.model_executor.families import Family
+from sgl_batch.model_executor.families.base import kept_rows
 
 VOCAB_SIZE, HIDDEN = 97, 5
 
@@ -45,6 +46,7 @@ def _batch(mode: ForwardMode, seq_lens: torch.Tensor, num_rows: int) -> ForwardB
         orig_seq_lens=seq_lens.to(torch.int32),
         out_cache_loc=torch.arange(num_rows) + 1000,
         seq_lens_sum=int(seq_lens.sum()),
+        capture_hidden_mode=CaptureHiddenMode.NULL,
     )
 
 
@@ -80,8 +82,17 @@ class ToyModel:
     def logits_processor(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, lm_head: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, ForwardBatch]:
-        assert len(hidden) == len(input_ids) == len(batch.input_ids)
-        return hidden * lm_head, batch
+        assert len(input_ids) == len(batch.input_ids)
+        return _read(hidden, batch) * lm_head, batch
+
+
+def _read(hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    """Return the rows that SGLang's head reads: of prompts the last one each."""
+    if batch.forward_mode.is_decode():
+        assert len(hidden) == len(batch.seq_lens)
+        return hidden
+    assert len(hidden) == sum(batch.extend_seq_lens_cpu) == int(batch.extend_seq_lens.sum())
+    return hidden[torch.cumsum(batch.extend_seq_lens, 0) - 1]
 
 
 @dataclass(slots=True)
@@ -106,6 +117,7 @@ class ToyFamily(Family):
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
         batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.backend.forward_metadata == batch.out_cache_loc.tolist(), "runs under another batch's plan"
         assert (residual is None) == (layer.index == 0), "the first layer begins the residual"
@@ -113,7 +125,7 @@ class ToyFamily(Family):
         self.attention_rows.setdefault(layer.index, []).append(len(hidden))
         self.order.append(f"attention {layer.index}")
         residual = hidden if residual is None else residual + hidden
-        return residual * layer.scale + positions[:, None] / 600, residual
+        return kept_rows(rows, residual * layer.scale + positions[:, None] / 600, residual)
 
     def expert_half(self, layer: ToyLayer, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         self.expert_rows.setdefault(layer.index, []).append(len(hidden))
@@ -134,10 +146,10 @@ class ToyFamily(Family):
 
 
 def by_hand(model: ToyModel, batch: ForwardBatch) -> torch.Tensor:
-    """Return the whole model's output for the batch, computed without halves, buffers or sub-batches."""
+    """Return the whole model's output for the batch, computed without halves, buffers or sub-batches, with all rows."""
     hidden, residual = model.embedding[batch.input_ids], torch.zeros(len(batch.input_ids), HIDDEN)
     for layer in model.layers:
         residual = residual + hidden
         hidden = residual * layer.scale + batch.positions[:, None] / 600
         hidden = torch.where(hidden > 0, hidden * 0.5, hidden + layer.index) * 0.9
-    return (hidden + residual) * model.lm_head
+    return _read(hidden + residual, batch) * model.lm_head

@@ -10,6 +10,7 @@ per KV head, D head dimension, V head dimension of values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -215,6 +216,13 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
             start += length
         self.forward_metadata = PrefillMetadata(rows=tuple(rows), kv_indices=tuple(kv_indices))
 
+    def of_last_rows(self, metadata: object, counts: Sequence[int]) -> object:
+        """Return the metadata of a sub-batch of prompts in which so many of the last rows of each piece attend.
+
+        Without the native kernels all rows do.
+        """
+        return metadata.of_last_rows(counts) if isinstance(metadata, PieceMetadata) else metadata
+
     def _check(self, layer: Any, sinks: torch.Tensor | None, asked: dict[str, Any]) -> None:
         """Raise ConfigError for features that are not computed here, by name: no wrong tokens (invariant 3)."""
         latent = isinstance(self.pool, LatentPagePool)
@@ -241,6 +249,8 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
         self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
 
     def _attend(self, q: torch.Tensor, layer: Any, pieces: PieceMetadata, sinks: torch.Tensor | None) -> torch.Tensor:
+        if pieces.rows is not None:
+            q = q[pieces.rows]
         rows, kernels = q if q.stride(-1) == 1 else q.contiguous(), self._kernels
         assert kernels is not None, "pieces are made for the native kernels"
         if isinstance(self.pool, LatentPagePool):

@@ -6,6 +6,7 @@ of all pieces, T rows, U units (query heads of one KV head that are attended to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from types import ModuleType
@@ -19,7 +20,8 @@ class PieceMetadata:
     """First row of each piece [B + 1], tokens of its sequence so far [B], and its first index in `tables` [B].
 
     `tables`: the pages of all pieces [P], one piece after the other. `visits`: rows times tokens, summed over pieces.
-    `by_heads`: what `of_kv_heads` has made, by heads; a pool has one number of KV heads.
+    `by_heads`: what `of_kv_heads` has made, by heads; a pool has one number of KV heads. `rows`: the rows of the
+    sub-batch that the pieces have, which are all that attend; None for all of its rows.
     """
 
     starts: torch.Tensor
@@ -27,6 +29,7 @@ class PieceMetadata:
     table_starts: torch.Tensor
     tables: torch.Tensor
     visits: int
+    rows: torch.Tensor | None = None
     by_heads: dict[tuple[int, ...], PieceMetadata] = field(default_factory=dict)
 
     def of_kv_heads(self, heads: tuple[int, ...], num_kv_heads: int) -> PieceMetadata:
@@ -47,6 +50,24 @@ class PieceMetadata:
                 visits=units * self.visits,
             )
         return found
+
+    def of_last_rows(self, counts: Sequence[int]) -> PieceMetadata:
+        """Return the pieces with so many of their last rows each; those with none are left out."""
+        counts_B = torch.tensor(counts)
+        has_B = counts_B > 0
+        starts = torch.cumsum(torch.cat((torch.zeros(1, dtype=torch.int64), counts_B[has_B])), 0)
+        # Row r of the result is that many rows from the end of its piece.
+        owner_T = torch.repeat_interleave(torch.arange(len(counts)), counts_B)
+        ends_T = self.starts[1:][owner_T]
+        left_T = torch.repeat_interleave(starts[1:], counts_B[has_B]) - torch.arange(len(owner_T))
+        return PieceMetadata(
+            starts=starts,
+            lengths=self.lengths[has_B],
+            table_starts=self.table_starts[has_B],
+            tables=self.tables,
+            visits=int((counts_B * self.lengths).sum()),
+            rows=ends_T - left_T,
+        )
 
 
 def pieces_of(forward_batch: Any, req_to_token: torch.Tensor, page_size: int, first_page: int) -> PieceMetadata:

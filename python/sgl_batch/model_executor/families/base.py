@@ -52,6 +52,18 @@ class ExpertBlock:
         return chosen.topk_weights.to(torch.float32) * self.scale, chosen.topk_ids.to(torch.int32)
 
 
+def kept_rows(
+    rows: torch.Tensor | None, attended: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return these rows of what attention gave and of the residual, which is that of all rows; None keeps all.
+
+    Attention may have computed just these.
+    """
+    if rows is None:
+        return attended, residual
+    return attended if len(attended) == len(rows) else attended[rows], residual[rows]
+
+
 class Family(ABC):
     """Splits SGLang's decoder layers of one family into an attention half and an expert half.
 
@@ -94,6 +106,7 @@ class Family(ABC):
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
         batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the norm, attention, and the norm before the experts.
 
@@ -103,6 +116,7 @@ class Family(ABC):
             hidden: The output of the layer before, or the embeddings.
             residual: The residual of the layer before; None in the first layer.
             batch: The sub-batch. Attention reads and writes KV as it says; the backend has its metadata.
+            rows: The numbers of the rows that are computed behind attention, in order; None for all. Use `kept_rows`.
 
         Returns:
             The rows for the experts, and the residual.

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from sgl_batch.model_executor.families.base import ExpertBlock, Family
+from sgl_batch.model_executor.families.base import ExpertBlock, Family, kept_rows
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.models import (
     AttendingLayer,
@@ -44,11 +44,12 @@ class CommunicatingFamily(Family):
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
         batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own = cast(CommunicatingLayer, layer)
         hidden, residual = own.layer_communicator.prepare_attn(hidden, residual, batch)
         hidden = self.attend(layer, positions, hidden, batch)
-        return own.layer_communicator.prepare_mlp(hidden, residual, batch)
+        return own.layer_communicator.prepare_mlp(*kept_rows(rows, hidden, residual), batch)
 
     def expert_half(self, layer: torch.nn.Module, hidden: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
         return self.mlp_of(layer)(hidden, batch)

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from sgl_batch.model_executor.families.base import Family
+from sgl_batch.model_executor.families.base import Family, kept_rows
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.models import PlainLayer
 
@@ -22,6 +22,7 @@ class PlainNormFamily(Family, ABC):
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
         batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own = cast(PlainLayer, layer)
         if residual is None:
@@ -29,4 +30,4 @@ class PlainNormFamily(Family, ABC):
         else:
             hidden, residual = own.input_layernorm(hidden, residual)
         hidden = own.self_attn(positions=positions, hidden_states=hidden, forward_batch=batch)
-        return own.post_attention_layernorm(hidden, residual)
+        return own.post_attention_layernorm(*kept_rows(rows, hidden, residual))
