@@ -23,6 +23,8 @@ from sgl_batch.errors import ConfigError
 _SPEC = {"new_bytes": 2 << 30, "read_bytes": 1 << 30, "width": 2048, "times": 20, "kept_up_s": 2.0}
 _BYTES = 2  # of a number in bfloat16
 _LIMIT_S = 300.0
+# Parts of the names of matrices that make keys and values.
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "kv_a_proj", "qkv", "query_key_value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +79,26 @@ class LeastWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Elements:
-    """The elements of a checkpoint's matrices, and the share of the experts that a token is sent to."""
+    """The elements of a checkpoint's matrices, and the share of the experts that a token is sent to.
+
+    `last_dense`, `last_experts`: those of the last layer that do not make keys and values. A prompt's token needs them
+    only if another one is sampled from it.
+    """
 
     dense: float
     experts: float
     head: float
     share: float
+    last_dense: float = 0.0
+    last_experts: float = 0.0
 
     @property
     def of_a_token(self) -> float:
         return self.dense + self.experts * self.share
+
+    @property
+    def not_of_a_prompts(self) -> float:
+        return self.last_dense + self.last_experts * self.share
 
     def parts_of(self, tokens: int) -> tuple[Part, ...]:
         """Return the products of a step with so many tokens, which choose experts at random."""
@@ -103,7 +115,7 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
 
     A token takes two operations for each weight of a matrix, of experts for the share that it is sent to, and for each
     token that it sees four for each number of a query (not counted with latent attention). The output matrix counts for
-    generated tokens only.
+    generated tokens only, and of the last layer a prompt's tokens but its last need keys and values alone.
     """
     config = model_config(model)
     elements = _elements(model, config)
@@ -124,12 +136,14 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
         seen = _seen(lengths, window)
         attention = Part(flop=seen_flop * seen, read_bytes=kv_bytes * seen)
         steps.append(Step(parts=(attention, *elements.parts_of(len(lengths)))))
+    unread = workload.prompt_tokens - len(workload.prompts)
+    seen_by_last = _seen(map(len, workload.prompts), window)
     seen = sum(_seen(range(1, len(prompt) + 1), window) for prompt in workload.prompts)
-    matrices = workload.prompt_tokens * elements.of_a_token + len(workload.prompts) * elements.head
+    attended = seen_flop * (seen - (seen - seen_by_last) / layers)
+    matrices = workload.prompt_tokens * elements.of_a_token - unread * elements.not_of_a_prompts
+    matrices += len(workload.prompts) * elements.head
     computed = workload.prompt_tokens + workload.output_tokens - len(workload.prompts)
-    return LeastWork(
-        prompts_flop=2 * matrices + seen_flop * seen, steps=tuple(steps), kv_bytes=float(kv_bytes * computed)
-    )
+    return LeastWork(prompts_flop=2 * matrices + attended, steps=tuple(steps), kv_bytes=float(kv_bytes * computed))
 
 
 def _seen(lengths: Iterable[int], window: int | None) -> int:
@@ -137,7 +151,8 @@ def _seen(lengths: Iterable[int], window: int | None) -> int:
 
 
 def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:
-    dense = experts = head = embedding = 0.0
+    dense = experts = head = embedding = last_dense = last_experts = 0.0
+    last = f".layers.{config['num_hidden_layers'] - 1}."
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="np") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
@@ -149,12 +164,21 @@ def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:
                     head += elements
                 elif ".experts." in name:
                     experts += elements
+                    last_experts += elements * (last in name)
                 else:
                     dense += elements
+                    last_dense += elements * (last in name and not any(part in name for part in _KEYS_AND_VALUES))
     if not dense:
         raise ConfigError(f"--bound: {model} has no matrices in *.safetensors files of its own")
     share = config.get("num_experts_per_tok", 1) / (config.get("num_experts") or 1)
-    return _Elements(dense=dense, experts=experts, head=head or embedding, share=share)
+    return _Elements(
+        dense=dense,
+        experts=experts,
+        head=head or embedding,
+        share=share,
+        last_dense=last_dense,
+        last_experts=last_experts,
+    )
 
 
 class Rates:

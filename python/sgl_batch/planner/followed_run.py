@@ -224,7 +224,8 @@ class FollowedRun:
         groups = self._weight / each
         kept_before, self._kept = self._kept, self.kept_share(decode=False)
         tokens, pairs = sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
-        time = self._cost.prefill_group(each * tokens, each * pairs, min(kept_before, self._kept))
+        kept = min(kept_before, self._kept)
+        time = self._cost.prefill_group(each * tokens, each * pairs, read=each * len(lengths), kept=kept)
         self.prefills[id(time)] = time, self.prefills.get(id(time), (time, 0.0))[1] + groups
         self.intake_s += groups * self._cost.intake_s(each * len(lengths))
         self.groups += groups

@@ -72,6 +72,11 @@ class ModelLayers:
         return sum(self.layers.values())
 
     @property
+    def last_kind(self) -> str:
+        """Return the kind of the last layer: the dense layers of a model with experts lie before others."""
+        return MOE if self.layers.get(MOE) else DENSE
+
+    @property
     def expert_number_bytes(self) -> float:
         """Return the bytes of one number of the routed experts."""
         return self.expert_weight_bytes or self.weight_bytes

@@ -48,19 +48,21 @@ class PassTime:
 class _Group:
     """A group of a phase. `spans`: rows of each sub-batch, and the tokens of KV that these look at.
 
-    `kept`: the share of each layer's experts that is in memory, where weights are streamed.
+    `read`: the rows that the last layer's experts compute. `kept`: the share of each layer's experts that is in memory,
+    where weights are streamed.
     """
 
     attention: AttentionCost
     spans: Sequence[tuple[int, float]]
     fused: bool
+    read: int
     restores: bool = False
     offloads: bool = False
     kept: float = 0.0
 
     @property
     def calls(self) -> list[int]:
-        """Return the rows of each expert call."""
+        """Return the rows of each expert call of a layer but the last."""
         rows = [span for span, _ in self.spans]
         return rows if self.fused else [sum(rows)]
 
@@ -122,20 +124,24 @@ class PassCost:
 
         `pairs`: of one of these tokens and a token that it looks at. `kept` is as in `decode`.
         """
-        time, intake_s = self.prefill_group(tokens, pairs, kept), self.intake_s(prompts)
+        time, intake_s = self.prefill_group(tokens, pairs, read=prompts, kept=kept), self.intake_s(prompts)
         parts, bounds = defaultdict(float, time.parts), defaultdict(float, time.bounds)
         parts[INTAKE] += intake_s
         bounds[OVERHEAD] += intake_s
         return replace(time, parts=parts, bounds=bounds)
 
-    def prefill_group(self, tokens: int, pairs: int, kept: float = 0.0) -> PassTime:
-        """Return the time of a prefill group as in `prefill_of`, but for the intake of its requests."""
+    def prefill_group(self, tokens: int, pairs: int, *, read: int, kept: float = 0.0) -> PassTime:
+        """Return the time of a prefill group as in `prefill_of`, but for the intake of its requests.
+
+        `read`: of how many tokens logits are computed, which are all that the last layer's experts compute.
+        """
         tokens, looked_at = _rounded_rows(tokens, self._row_bits), _rounded(pairs, self._share)
+        read = min(_rounded_rows(read, self._row_bits), tokens)
         candidate, fused, kept = self._candidate, self._fused(decode=False), self._rounded_share(kept)
         limit = min(candidate.b_attn_prefill, tokens)
-        key = False, tokens, looked_at, limit, fused, candidate.kv != DEVICE, candidate.weights, kept
+        key = False, tokens, read, looked_at, limit, fused, candidate.kv != DEVICE, candidate.weights, kept
         if key not in self._known:
-            self._known[key] = self._layers(self._prefilled_group(tokens, looked_at, kept))
+            self._known[key] = self._layers(self._prefilled_group(tokens, looked_at, read, kept))
         return self._known[key]
 
     def _rounded_share(self, kept: float) -> float:
@@ -161,12 +167,14 @@ class PassCost:
 
     def decode_layer(self, rows: int, context: float, kind: str, kept: float = 0.0) -> LayerWork:
         """Return the work of a layer of a kind in a decode step of so many sequences of so many tokens of KV."""
-        return self._layer(self._decoded_group(rows, context, kept), kind)
+        group = self._decoded_group(rows, context, kept)
+        return self._layer(group, kind, group.calls)
 
     def prefill_layer(self, lengths: Sequence[int], kind: str, kept: float = 0.0) -> LayerWork:
-        """Return the work of a layer of a kind in a prefill group of prompts of these lengths."""
+        """Return the work of a layer of a kind, not the last, in a prefill group of prompts of these lengths."""
         looked_at = sum(length * (length + 1) // 2 for length in lengths)
-        return self._layer(self._prefilled_group(sum(lengths), looked_at, kept), kind)
+        group = self._prefilled_group(sum(lengths), looked_at, len(lengths), kept)
+        return self._layer(group, kind, group.calls)
 
     def _decode(self, rows: int, context: int, kept: float) -> PassTime:
         time = self._layers(self._decoded_group(rows, context, kept))
@@ -176,12 +184,13 @@ class PassCost:
         time.bounds[OVERHEAD] += step.further_layers_s
         return time
 
-    def _prefilled_group(self, tokens: int, looked_at: float, kept: float) -> _Group:
+    def _prefilled_group(self, tokens: int, looked_at: float, read: int, kept: float) -> _Group:
         spans = [end - start for start, end in row_spans(tokens, self._candidate.b_attn_prefill)]
         return _Group(
             attention=self._costs.prefill_attention,
             spans=[(rows, looked_at * rows / tokens) for rows in spans],
             fused=self._fused(decode=False),
+            read=read,
             offloads=self._candidate.kv != DEVICE,
             kept=kept,
         )
@@ -192,6 +201,7 @@ class PassCost:
             attention=self._costs.decode_attention,
             spans=[(span, span * (context + 1.0)) for span in spans],
             fused=self._fused(decode=True),
+            read=rows,
             restores=self._candidate.kv == STREAMED,
             kept=kept,
         )
@@ -209,9 +219,9 @@ class PassCost:
         bottlenecks = defaultdict[str, float](float)
         hideable_s = 0.0
         # All sub-batches but the last are alike, and so are their calls.
-        spans, calls = Counter(group.spans), Counter(group.calls)
-        for kind, count in self._model.layers.items():
-            work = self._layer(group, kind)
+        spans = Counter(group.spans)
+        for kind, count, rows_of_calls in self._calls_by_layer(group):
+            work, calls = self._layer(group, kind, rows_of_calls), Counter(rows_of_calls)
             router, experts = self._costs.router[kind], self._costs.experts[kind]
             time = layer_time(work)
             parts["attention"] += count * sum(sub.attention.seconds for sub in work.sub_batches)
@@ -231,26 +241,36 @@ class PassCost:
         bottleneck = max(bottlenecks, key=bottlenecks.__getitem__)
         return PassTime(parts=parts, bounds=bounds, bottleneck=bottleneck, hideable_s=hideable_s)
 
-    def _layer(self, group: _Group, kind: str) -> LayerWork:
+    def _calls_by_layer(self, group: _Group) -> list[tuple[str, int, list[int]]]:
+        """Return the layers that are alike: their kind, their number, and the rows of each of their expert calls."""
+        layers, calls = dict(self._model.layers), group.calls
+        if group.read == sum(calls):
+            return [(kind, count, calls) for kind, count in layers.items()]
+        last = self._model.last_kind
+        layers[last] -= 1
+        return [*((kind, count, calls) for kind, count in layers.items() if count), (last, 1, [max(group.read, 1)])]
+
+    def _layer(self, group: _Group, kind: str, calls: list[int]) -> LayerWork:
+        """Return the work of a layer with expert calls of so many rows."""
         router, experts = self._costs.router[kind], self._costs.experts[kind]
-        calls = group.calls
         called = {rows: Work(seconds=router.at(rows) + experts.at(rows)) for rows in set(calls)}
+        by_sub_batch = group.fused and calls == group.calls
         subs = {
             (rows, looked_at): SubBatch(
                 attention=Work(seconds=group.attention.at(rows, looked_at)),
                 write=Work(num_bytes=rows * self._model.hidden_bytes),
                 restore=self._copied(looked_at) if group.restores else NOTHING,
                 offload=self._copied(rows) if group.offloads else NOTHING,
-                experts=called[rows] if group.fused else NOTHING,
+                experts=called[rows] if by_sub_batch else NOTHING,
             )
             for rows, looked_at in set(group.spans)
         }
         return LayerWork(
             sub_batches=[subs[span] for span in group.spans],
-            experts=NOTHING if group.fused else called[calls[0]],
+            experts=NOTHING if by_sub_batch else called[calls[0]],
             exchange=self._exchanged(kind, calls),
-            fetch=self._fetched(kind, sum(calls), group.kept),
-            fetches_ahead=self._reads_ahead(calls[-1]),
+            fetch=self._fetched(kind, sum(group.calls), group.kept),
+            fetches_ahead=self._reads_ahead(group.calls[-1]),
             copy_cores=self._copy_cores,
         )
 

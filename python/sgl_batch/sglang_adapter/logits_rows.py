@@ -12,7 +12,7 @@ from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 with bootstrap.importing():
     import torch
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 
 def rows_with_logits(batch: ForwardBatch) -> list[int] | None:
@@ -21,7 +21,7 @@ def rows_with_logits(batch: ForwardBatch) -> list[int] | None:
     None where all rows of the batch are read: in decode, and where somebody asks for hidden states.
     """
     given: Any = batch
-    if given.forward_mode != ForwardMode.EXTEND or given.capture_hidden_mode.need_capture():
+    if given.forward_mode != ForwardMode.EXTEND or given.capture_hidden_mode not in (None, CaptureHiddenMode.NULL):
         return None
     if given.multi_item_delimiter_indices is not None or batch.extend_seq_lens_cpu is None:
         return None

@@ -32,13 +32,17 @@ class MachineCosts:
         context = work.kv_tokens / max(work.rows, 1)
         if not tokens:
             return (self.streamed if work.streams and self.streamed else self.passes).decode(max(rows, 1), context)
-        prompts = self.passes.prefill_of(tokens, work.prompt_pairs * self.ranks, prompts=work.prompts * self.ranks)
-        return self._mixed(prompts, rows, context, tokens) if rows else prompts
+        read = work.prompts * self.ranks
+        prompts = self.passes.prefill_of(tokens, work.prompt_pairs * self.ranks, prompts=read)
+        return self._mixed(prompts, rows, context, tokens, read) if rows else prompts
 
-    def _mixed(self, prompts: PassTime, rows: int, context: float, tokens: int) -> PassTime:
-        """Return the time of a pass with prompts and decoded sequences: attention of both, experts of all rows."""
-        decode, whole = self.passes.decode(rows, context), self.passes.prefill_of(tokens + rows, tokens, prompts=0)
-        alone = self.passes.prefill_of(tokens, tokens, prompts=0)
+    def _mixed(self, prompts: PassTime, rows: int, context: float, tokens: int, read: int) -> PassTime:
+        """Return the time of a pass with prompts and decoded sequences: attention of both, experts of all rows.
+
+        `read`: the rows of the prompts that the last layer's experts compute.
+        """
+        decode, alone = self.passes.decode(rows, context), self.passes.prefill_group(tokens, tokens, read=read)
+        whole = self.passes.prefill_group(tokens + rows, tokens, read=read + rows)
         parts = prompts.parts.copy()
         for name in whole.parts:
             parts[name] += whole.parts[name] - alone.parts[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sgl_batch.model_executor.families import Family
 from sgl_batch.model_executor.families.base import kept_rows
@@ -46,7 +46,6 @@ def _batch(mode: ForwardMode, seq_lens: torch.Tensor, num_rows: int) -> ForwardB
         orig_seq_lens=seq_lens.to(torch.int32),
         out_cache_loc=torch.arange(num_rows) + 1000,
         seq_lens_sum=int(seq_lens.sum()),
-        capture_hidden_mode=CaptureHiddenMode.NULL,
     )
 
 
