@@ -23,7 +23,7 @@ from .interpreter import INTERPRETED
 
 pytestmark = pytest.mark.engine
 
-# Sub-batches of 5 decode rows and of 26 prompt tokens, with 3 rows each; in the last layer two of the prompts' are read.
+# Sub-batches of 5 decode rows and of 26 prompt tokens, with 3 rows each. In the last layer two of the latter are read.
 SUB_BATCHES, READ_SUB_BATCHES = 2 + 9, 2 + 2
 EXPERT_LAYERS = {"tiny-qwen3-moe": 4, "tiny-mixtral": 4, "tiny-deepseek-v3": 3}
 
