@@ -107,6 +107,7 @@ def markdown(record: Record) -> str:
         _engine_table(found),
         _ratio_table(found, names),
         _part_table(record.runs),
+        _plans(record.runs),
         _versions_text(record.runs),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -205,6 +206,20 @@ def _part_table(runs: Sequence[EngineRun]) -> str:
         rows.append([name, *seconds, "" if mean is None else f"{mean:.1f}"])
     headings = ["seconds by part", *parts, "rows per expert GEMM"]
     return "Where the time goes (the round of median time):\n\n" + table(headings, rows)
+
+
+def _plans(runs: Sequence[EngineRun]) -> str:
+    """Return the limits of groups that each sgl_batch ran with, and where they are from: a profile changes them."""
+    said = []
+    for run in runs:
+        details = run.rounds[-1].details_after if run.rounds else {}
+        if "planned" in details:
+            prefill, decode = details["plan"]["prefill"], details["plan"]["decode"]
+            said.append(
+                f"- {run.name}: groups of {prefill['b_moe']:,} prompt tokens and of {decode['b_moe']:,} sequences, "
+                f"sub-batches of {prefill['b_attn']:,} and {decode['b_attn']:,}; {details['planned']}"
+            )
+    return "Plans:\n\n" + "\n".join(said) if said else ""
 
 
 def as_json(record: Record) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class SglangRunner:
             "part_s": stats["part_s"],
             "counters": stats["counters"],
             "plan": stats["plan"],
+            "planned": stats["planned"],
             "flags": self.engine.batch_config.flat(),
         }
 

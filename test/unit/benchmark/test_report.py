@@ -102,6 +102,17 @@ def test_an_engine_that_is_not_installed_is_listed(record):
     assert row_of(markdown(record), "vllm")[-1] == "not installed (no module vllm)"
 
 
+def test_the_limits_of_groups_stand_with_where_they_are_from(record):
+    assert "Plans:" not in markdown(record)
+    limits = {"prefill": {"b_attn": 2048, "b_moe": 8192}, "decode": {"b_attn": 64, "b_moe": 256}}
+    planned = stats(1.5, 2.25, 110, 30) | {"plan": limits, "planned": "by a profile of this machine"}
+    record.runs[0] = EngineRun(name="sgl_batch", rounds=[finished(1, 2.0, before=planned, after=planned)])
+    line = (
+        "groups of 8,192 prompt tokens and of 256 sequences, sub-batches of 2,048 and 64; by a profile of this machine"
+    )
+    assert f"Plans:\n\n- sgl_batch: {line}\n" in markdown(record)
+
+
 def test_rounds_that_others_disturbed_are_named(record):
     assert "WARNING: other programs took more than 0.2 cores from sgl_batch in round 1 (0.2 cores)" in markdown(record)
     quiet = [replace(done, cpus_of_others=0.2) for done in record.runs[0].rounds]
