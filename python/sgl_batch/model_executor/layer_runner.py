@@ -14,6 +14,8 @@ combines it again for the experts:
                                        (several ranks: dispatch, experts, combine)
     last norm -> logits
 
+In the last layer of prompts only the rows that the head reads go on from attention (last_rows).
+
 The work between two yield points is a *unit* (core/units.py): the attention of one sub-batch in one layer, or the
 expert call of one group. `LayerRunner` runs the units in the order that core/units gives. A pass may have two *parts*,
 decode rows and prompts: attention takes each by itself, the experts take the rows of both. KV is written to the pool's

@@ -68,7 +68,7 @@ class Family(ABC):
     """Splits SGLang's decoder layers of one family into an attention half and an expert half.
 
     An adapter has no state, and computes with SGLang's own modules. Both halves may be called with any of a group's
-    rows: an adapter may not mix rows or keep them.
+    rows: an adapter may not mix rows or keep them. Behind the last layer's attention most rows of prompts are left out.
 
     Hidden states and residuals are [rows, hidden] in the model's number type. A method may write its results over its
     arguments; the caller uses the returned tensors only.
