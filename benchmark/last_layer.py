@@ -21,10 +21,10 @@ from comparison.terminal import exit_code, say
 from comparison.workload import model_config
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.profiler.grid import GroupSize
 from sgl_batch.sglang_adapter.child_processes import THREAD_ENVIRONMENT
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = 64
 
 
@@ -68,6 +68,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     from sgl_batch.profiler.layer_process import load
+    from sgl_batch.profiler.trial_passes import TrialPasses
 
     pages = max(prompts * -(-tokens // PAGE) for prompts, tokens in options.groups) + 1
     rows = max(prompts for prompts, _ in options.groups)
@@ -77,35 +78,29 @@ def main(argv: list[str]) -> int:
         server_args |= {"log_level": "error", "skip_tokenizer_init": True}
         most = max(prompts * tokens for prompts, tokens in options.groups)
         runner = load({"config": {"b_moe_prefill": most}, "server_args": server_args, "directory": directory})
+        passes = TrialPasses(runner)
         print(f"{machine.describe(machine.hardware())}; {torch.get_num_threads()} threads; {options.model.name}")
         print(f"python benchmark/last_layer.py {' '.join(argv)}\n\nMedians (smallest-largest), seconds.\n")
         print("| prompts | all tokens | read tokens | times as fast | logits |")
         print("| ---: | ---: | ---: | ---: | --- |")
         for prompts, tokens in options.groups:
-            print(_row(runner, prompts, tokens, options.rounds), flush=True)
+            print(_row(runner, passes, prompts, tokens, options.rounds), flush=True)
     return 0
 
 
-def _row(runner: Any, prompts: int, tokens: int, rounds: int) -> str:
+def _row(runner: Any, passes: Any, prompts: int, tokens: int, rounds: int) -> str:
     """Measure one group; return its row of the table."""
     import torch
 
-    from sgl_batch.sglang_adapter.trial_batches import trial_prefill_batch
-
     say(f"{prompts} prompts of {tokens} tokens")
-    stride = -(-tokens // PAGE) * PAGE
-    kv_indices = PAGE + torch.arange(prompts)[:, None] * stride + torch.arange(tokens)
-    table = runner.req_to_token_pool.req_to_token
-    table[1 : prompts + 1, :tokens] = kv_indices.to(table.dtype)
-    ids = torch.randint(runner.model_config.vocab_size, (prompts * tokens,), generator=torch.Generator().manual_seed(0))
-    batch = trial_prefill_batch(runner, ids, [tokens] * prompts, kv_indices.flatten())
+    run = passes.prefill(GroupSize(decode=False, sequences=prompts, tokens=tokens))
     seconds: dict[bool, list[float]] = {True: [], False: []}
     logits: dict[bool, torch.Tensor] = {}
     for number in range(rounds + 1):
         for all_rows in (True, False) if number % 2 else (False, True):
             runner.layer_runner.all_rows = all_rows
             begun = time.perf_counter()
-            answer = runner.forward(batch)
+            answer = run()
             taken_s = time.perf_counter() - begun
             logits[all_rows] = answer.logits_output.next_token_logits.clone()
             if number:  # the first one takes memory that is new

@@ -81,24 +81,19 @@ class LeastWork:
 class _Elements:
     """The elements of a checkpoint's matrices, and the share of the experts that a token is sent to.
 
-    `last_dense`, `last_experts`: those of the last layer that do not make keys and values. A prompt's token needs them
-    only if another one is sampled from it.
+    `last_only`: those of the last layer that a token is sent through but do not make keys and values. A prompt's token
+    needs them only if another one is sampled from it.
     """
 
     dense: float
     experts: float
     head: float
     share: float
-    last_dense: float = 0.0
-    last_experts: float = 0.0
+    last_only: float
 
     @property
     def of_a_token(self) -> float:
         return self.dense + self.experts * self.share
-
-    @property
-    def not_of_a_prompts(self) -> float:
-        return self.last_dense + self.last_experts * self.share
 
     def parts_of(self, tokens: int) -> tuple[Part, ...]:
         """Return the products of a step with so many tokens, which choose experts at random."""
@@ -140,7 +135,7 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
     seen_by_last = _seen(map(len, workload.prompts), window)
     seen = sum(_seen(range(1, len(prompt) + 1), window) for prompt in workload.prompts)
     attended = seen_flop * (seen - (seen - seen_by_last) / layers)
-    matrices = workload.prompt_tokens * elements.of_a_token - unread * elements.not_of_a_prompts
+    matrices = workload.prompt_tokens * elements.of_a_token - unread * elements.last_only
     matrices += len(workload.prompts) * elements.head
     computed = workload.prompt_tokens + workload.output_tokens - len(workload.prompts)
     return LeastWork(prompts_flop=2 * matrices + attended, steps=tuple(steps), kv_bytes=float(kv_bytes * computed))
@@ -176,8 +171,7 @@ def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:
         experts=experts,
         head=head or embedding,
         share=share,
-        last_dense=last_dense,
-        last_experts=last_experts,
+        last_only=last_dense + last_experts * share,
     )
 
 

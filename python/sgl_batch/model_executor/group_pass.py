@@ -18,11 +18,15 @@ from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A forward batch of a pass, its rows [start, end) of the pass, and its sub-batches."""
+    """A forward batch of a pass, its rows [start, end) of the pass, and its sub-batches.
+
+    `read`: of how many of its last rows the head reads each sequence; None for all rows.
+    """
 
     batch: ForwardBatch
     span: tuple[int, int]
     sub_batches: list[SubBatch]
+    read: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,23 +18,20 @@ from sgl_batch.sglang_adapter.host_copies import upload
 from sgl_batch.sglang_adapter.types.models import AttentionBackend
 
 
-def last_rows(
-    parts: Sequence[Part], wanted: Sequence[Sequence[int] | None], attn_backend: AttentionBackend, *, by_sub_batch: bool
-) -> list[LastRows] | None:
+def last_rows(parts: Sequence[Part], attn_backend: AttentionBackend, *, by_sub_batch: bool) -> list[LastRows] | None:
     """Return what the last layer keeps of each sub-batch of a pass, or None where it keeps every row.
 
     Args:
         parts: the pass; its sub-batches have their attention metadata.
-        wanted: of each part, how many of its last rows the head reads of each sequence; None for all.
         attn_backend: may attend with the kept rows alone (`of_last_rows`).
         by_sub_batch: whether each sub-batch is a group of its own. Otherwise all are one.
     """
     kept: list[LastRows] = []
     end = 0
-    for part, counts in zip(parts, wanted, strict=True):
+    for part in parts:
         for sub in part.sub_batches:
             first = 0 if by_sub_batch else end
-            one = _of_all(sub, first) if counts is None else _of_last(part, sub, counts, first, attn_backend)
+            one = _of_all(sub, first) if part.read is None else _of_last(part, sub, part.read, first, attn_backend)
             end = one.span[1]
             kept.append(one)
     return kept if any(one.index is not None for one in kept) else None
@@ -57,12 +54,9 @@ def _of_last(part: Part, sub: SubBatch, counts: Sequence[int], first: int, attn_
     if len(rows) == piece_end:
         return _of_all(sub, first)
     span = (first, first + len(rows))
-    if not rows:  # of the middle of a prompt; modules of a layer are not called without rows
-        return LastRows(span=span, index=_index([0], part), attn_metadata=sub.attn_metadata)
-    of_last_rows = getattr(attn_backend, "of_last_rows", None)
-    metadata = sub.attn_metadata if of_last_rows is None else of_last_rows(sub.attn_metadata, counts_of_pieces)
-    return LastRows(span=span, index=_index(rows, part), attn_metadata=metadata)
-
-
-def _index(rows: list[int], part: Part) -> torch.Tensor:
-    return upload(rows, torch.int64, part.batch.input_ids.device)
+    # In the middle of a prompt none is kept, and modules of a layer are not called without rows.
+    index = upload(rows or [0], torch.int64, part.batch.input_ids.device)
+    of_last_rows, metadata = getattr(attn_backend, "of_last_rows", None), sub.attn_metadata
+    if rows and of_last_rows is not None:
+        metadata = of_last_rows(metadata, counts_of_pieces, index)
+    return LastRows(span=span, index=index, attn_metadata=metadata)

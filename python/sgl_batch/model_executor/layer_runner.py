@@ -142,16 +142,16 @@ class LayerRunner:
         assert len(batches) == 1 or self.can_reenter, "the attention backend holds the metadata of one batch"
         begun = time.perf_counter()
         self._count(batches)
+        read = [None if self.all_rows else rows_with_logits(batch) for batch in batches]
         with self._shared():
             hidden = self._pass_by_graph(batches)
             if hidden is None:
-                hidden = self._pass(batches)
+                hidden = self._pass(batches, read)
             logits, first_row = [], 0
-            for batch in batches:
-                counts = self._wanted_rows(batch)
+            for batch, counts in zip(batches, read, strict=True):
                 last_row = first_row + (len(batch.input_ids) if counts is None else sum(counts))
-                read = batch if counts is None else batch_of_rows(batch, counts)
-                logits.append(self._logits(read, hidden[first_row:last_row]))
+                kept = batch if counts is None else batch_of_rows(batch, counts)
+                logits.append(self._logits(kept, hidden[first_row:last_row]))
                 first_row = last_row
         if len(batches) == 1 and not batches[0].forward_mode.is_decode():
             self.counters.add("prefill_us", round(1e6 * (time.perf_counter() - begun)))
@@ -190,14 +190,17 @@ class LayerRunner:
         hidden = None
         as_others = self.order is static_order and not self.counters.clock.measures_parts
         if len(batches) == 1 and self.decode_source is None and as_others:
-            hidden = self.layer_graphs.run(batches[0], self.plan.decode, lambda batch: self._pass([batch]))
+            hidden = self.layer_graphs.run(batches[0], self.plan.decode, lambda batch: self._pass([batch], [None]))
         self.counters.add("eager_steps", int(hidden is None))
         return hidden
 
-    def _pass(self, batches: Sequence[ForwardBatch]) -> torch.Tensor:
-        """Run a pass eagerly; return its hidden states after the last norm [rows of all batches, hidden]."""
+    def _pass(self, batches: Sequence[ForwardBatch], read: Sequence[list[int] | None]) -> torch.Tensor:
+        """Run a pass eagerly; return the hidden states after the last norm of the rows that are read [rows, hidden].
+
+        `read`: as in `Part`, of each batch.
+        """
         with self.counters.clock.part("attention"):
-            parts = self._parts(batches)
+            parts = self._parts(batches, read)
             self._init_attn_metadata(parts)
         ids = batches[0].input_ids if len(batches) == 1 else torch.cat([batch.input_ids for batch in batches])
         hidden = self.family.embed(self.model, ids)
@@ -212,18 +215,15 @@ class LayerRunner:
         own = self.partition is None and self.order is static_order and self.decode_source is None
         return one and own and len(batch.input_ids) <= limits.expert_rows
 
-    def _parts(self, batches: Sequence[ForwardBatch]) -> list[Part]:
+    def _parts(self, batches: Sequence[ForwardBatch], read: Sequence[list[int] | None]) -> list[Part]:
         parts, first_row = [], 0
-        for batch in batches:
+        for batch, counts in zip(batches, read, strict=True):
             num_rows = len(batch.input_ids)
             sub_batches = split(batch, self._spans(batch), staging=self._staging(batch), first_row=first_row)
-            parts.append(Part(batch=batch, span=(first_row, first_row + num_rows), sub_batches=sub_batches))
+            span = first_row, first_row + num_rows
+            parts.append(Part(batch=batch, span=span, sub_batches=sub_batches, read=counts))
             first_row += num_rows
         return parts
-
-    def _wanted_rows(self, batch: ForwardBatch) -> list[int] | None:
-        """Return of how many of its last rows each sequence's last layer is read; None for all rows of the batch."""
-        return None if self.all_rows else rows_with_logits(batch)
 
     def _staging(self, batch: ForwardBatch) -> Staging | None:
         """Return the memory through which the KV of a batch passes, or None for the pool's own pages."""
@@ -287,14 +287,13 @@ class LayerRunner:
         limits, layers = self._limits(parts), self.family.layers(self.model)
         assert limits.yield_option in self.family.yield_options, f"{limits.yield_option} is not offered by the family"
         groups = groups_of(parts, limits.yield_option, hidden)
-        wanted = [self._wanted_rows(part.batch) for part in parts]
         state = GroupPass(
             shape=shape_of(parts, len(layers), limits.yield_option),
             layers=layers,
             sub_batches=[sub for part in parts for sub in part.sub_batches],
             groups=groups,
             most_rows=limits.expert_rows,
-            last_rows=last_rows(parts, wanted, self.attn_backend, by_sub_batch=len(groups) > 1),
+            last_rows=last_rows(parts, self.attn_backend, by_sub_batch=len(groups) > 1),
         )
         if self.order is not static_order:
             fixed = self.exchange is not None or any(sub.staging for sub in state.sub_batches)

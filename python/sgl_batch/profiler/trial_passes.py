@@ -59,7 +59,7 @@ class TrialPasses:
         A run has slow passes as well as fast ones.
         """
         with torch.no_grad(), self._only(layers):
-            run = self._decode(size) if size.decode else self._prefill(size)
+            run = self._decode(size) if size.decode else self.prefill(size)
             run()
             seconds: list[dict[str, float]] = []
             begun = time.perf_counter()
@@ -105,7 +105,8 @@ class TrialPasses:
         assert int(table[1, size.tokens]) == int(starts[0]) + size.tokens, "the table says where the new KV goes"
         return lambda: runner.forward(batch)
 
-    def _prefill(self, size: GroupSize) -> Callable[[], object]:
+    def prefill(self, size: GroupSize) -> Callable[[], Any]:
+        """Return a function that runs a group of whole prompts, all of one length, and returns the runner's output."""
         runner = self._runner
         starts = self._lay_out(size.sequences, size.tokens)
         indices = (starts[:, None] + torch.arange(size.tokens)).flatten()

@@ -31,6 +31,7 @@ class Run:
         accumulate: bool = True,
         can_reenter: bool = True,
         num_layers: int = LAYERS,
+        all_rows: bool = False,
     ) -> None:
         option = SPLIT if accumulate else FUSED
         phase, other = PhasePlan(b_attn=b_attn, b_moe=b_moe, yield_option=option), PhasePlan(b_attn=1, b_moe=1)
@@ -53,6 +54,7 @@ class Run:
             counters=self.counters,
             can_reenter=can_reenter,
             expert_part="experts",
+            all_rows=all_rows,
         )
         self.logits, self.batch_of_logits = runner.forward(batch)
 
@@ -78,6 +80,7 @@ def test_the_result_is_the_whole_models_to_the_bit_whatever_the_sub_batches(phas
     batch = group(phase, num_rows)
     run = Run(batch, b_attn=b_attn)
     assert torch.equal(run.logits, by_hand(run.model, batch))
+    assert run.batch_of_logits.input_ids is batch.input_ids
     assert (run.batch_of_logits is batch) == (phase == "decode")
 
 
@@ -125,6 +128,19 @@ def test_a_single_prompt_longer_than_a_group_is_cut_for_the_experts(b_moe, rows)
     assert run.family.expert_rows == {0: rows, 1: rows, 2: [1]}
     assert run.family.attention_rows[0] == [30, 30, 30, 10]
     assert torch.equal(run.logits, by_hand(run.model, batch))
+
+
+@pytest.mark.parametrize(("accumulate", "rows", "read"), [(True, [20], [4]), (False, [8, 8, 4], [1, 2, 1])])
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("all_rows", [False, True])
+def test_the_last_layers_experts_compute_the_read_rows_alone_unless_all_are_asked_for(
+    all_rows, num_layers, accumulate, rows, read
+):
+    batch = extend_batch([0, 3, 0, 1], [4, 6, 1, 9])
+    run = Run(batch, b_attn=8, accumulate=accumulate, num_layers=num_layers, all_rows=all_rows)
+    assert torch.equal(run.logits, by_hand(run.model, batch))
+    expected = dict.fromkeys(range(num_layers), rows) | ({} if all_rows else {num_layers - 1: read})
+    assert run.family.expert_rows == expected
 
 
 @PHASES

@@ -114,7 +114,8 @@ class Mixed:
     def check(self) -> None:
         """Both parts' logits are those of the whole model, to the bit, and each belongs to its batch."""
         for (logits, of), batch in zip(self.run(), (self.decode, self.prompts), strict=True):
-            assert (of.forward_mode, of.batch_size) == (batch.forward_mode, batch.batch_size)
+            assert of.input_ids is batch.input_ids
+            assert (of is batch) == (batch is self.decode)
             assert torch.equal(logits, by_hand(self.model, batch))
 
 

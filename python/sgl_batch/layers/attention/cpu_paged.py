@@ -216,12 +216,12 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
             start += length
         self.forward_metadata = PrefillMetadata(rows=tuple(rows), kv_indices=tuple(kv_indices))
 
-    def of_last_rows(self, metadata: object, counts: Sequence[int]) -> object:
+    def of_last_rows(self, metadata: object, counts: Sequence[int], rows: torch.Tensor) -> object:
         """Return the metadata of a sub-batch of prompts in which so many of the last rows of each piece attend.
 
-        Without the native kernels all rows do.
+        `rows`: their numbers in the sub-batch. Without the native kernels all rows attend.
         """
-        return metadata.of_last_rows(counts) if isinstance(metadata, PieceMetadata) else metadata
+        return metadata.of_last_rows(counts, rows) if isinstance(metadata, PieceMetadata) else metadata
 
     def _check(self, layer: Any, sinks: torch.Tensor | None, asked: dict[str, Any]) -> None:
         """Raise ConfigError for features that are not computed here, by name: no wrong tokens (invariant 3)."""

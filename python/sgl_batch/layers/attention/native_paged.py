@@ -51,22 +51,17 @@ class PieceMetadata:
             )
         return found
 
-    def of_last_rows(self, counts: Sequence[int]) -> PieceMetadata:
-        """Return the pieces with so many of their last rows each; those with none are left out."""
+    def of_last_rows(self, counts: Sequence[int], rows: torch.Tensor) -> PieceMetadata:
+        """Return the pieces with so many of their last rows each, `rows` in all; those with none are left out."""
         counts_B = torch.tensor(counts)
         has_B = counts_B > 0
-        starts = torch.cumsum(torch.cat((torch.zeros(1, dtype=torch.int64), counts_B[has_B])), 0)
-        # Row r of the result is that many rows from the end of its piece.
-        owner_T = torch.repeat_interleave(torch.arange(len(counts)), counts_B)
-        ends_T = self.starts[1:][owner_T]
-        left_T = torch.repeat_interleave(starts[1:], counts_B[has_B]) - torch.arange(len(owner_T))
         return PieceMetadata(
-            starts=starts,
+            starts=torch.cumsum(torch.cat((torch.zeros(1, dtype=torch.int64), counts_B[has_B])), 0),
             lengths=self.lengths[has_B],
             table_starts=self.table_starts[has_B],
             tables=self.tables,
             visits=int((counts_B * self.lengths).sum()),
-            rows=ends_T - left_T,
+            rows=rows,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from paged_sequences import LatentSequences, PagedSequences
@@ -22,12 +24,13 @@ def test_the_kept_rows_have_the_bits_that_they_have_among_all(sequences, options
     for paged in (whole, part):
         paged.write(PREFIXES)
     expected = whole.attend(ForwardMode.EXTEND, spans)
-    lasts = [slice(sum(NEWS[: row + 1]) - count, sum(NEWS[: row + 1])) for row, count in enumerate(COUNTS)]
+    ends_of_rows = itertools.accumulate(NEWS)
+    lasts = [torch.arange(end - count, end) for end, count in zip(ends_of_rows, COUNTS, strict=True)]
 
     batch = part.batch(ForwardMode.EXTEND, spans)
     part.backend.init_forward_metadata(batch)
     metadata = part.backend.forward_metadata
-    part.backend.forward_metadata = part.backend.of_last_rows(metadata, COUNTS)
+    part.backend.forward_metadata = part.backend.of_last_rows(metadata, COUNTS, torch.cat(lasts))
     sinks = {} if part.sinks is None else {"sinks": part.sinks}
     attended = part.backend.forward_extend(*part.rows(spans), part.layer, batch, **sinks)
 
