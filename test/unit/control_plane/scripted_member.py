@@ -8,7 +8,7 @@ from array import array
 
 from sgl_batch.control_plane.instances.http_messages import Controlled
 from sgl_batch.control_plane.instances.member import MemberLostError
-from sgl_batch.control_plane.instances.messages import Answered, EngineDeath, EngineFacts, Report, Tokens
+from sgl_batch.control_plane.instances.messages import Answered, EngineDeath, EngineFacts, Reading, Report, Tokens
 from sgl_batch.core.answers import EngineStats
 
 
@@ -27,6 +27,7 @@ class ScriptedMember:
         self.code = None
         self.is_lost = self.engine_is_down = False
         self.phase, self.state = "ready", None
+        self.unreported, self.is_in_a_long_pass = 0, False
         self.controls = []
         self.refuses = {}
         self.version = "v0"
@@ -69,10 +70,7 @@ class ScriptedMember:
             deaths=tuple(self.deaths[poll.after_death :]),
             tokens=tuple(Tokens(key, 0, array("i", found).tobytes()) for key, found in self.tokens.items()),
             in_flight=len(self.running),
-            stats=EngineStats(
-                counters={"output_tokens": len(self.answers)},
-                sequences={"QUEUED": sum(key not in self.tokens for key in self.running)},
-            ),
+            stats=self._stats(),
         )
 
     def die(self, code=None):
@@ -97,6 +95,18 @@ class ScriptedMember:
     async def known(self):
         self._check()
         return tuple(self.running)
+
+    async def stats(self):
+        self._check()
+        if self.is_in_a_long_pass:
+            await asyncio.sleep(60)
+        return Reading(len(self.deaths), self._stats(self.unreported))
+
+    def _stats(self, more=0):
+        return EngineStats(
+            counters={"output_tokens": len(self.answers) + more},
+            sequences={"QUEUED": sum(key not in self.tokens for key in self.running)},
+        )
 
     async def adopt(self, state):
         self._check()

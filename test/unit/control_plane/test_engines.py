@@ -72,16 +72,18 @@ def test_what_is_wrong_with_others_is_said() -> None:
     assert summary([row("i1", "ready"), row("i2", "draining")], was_ready=True) == ("ready", None)
 
 
-def test_the_models_directory_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_directory_becomes_absolute_and_its_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
     found = engine_needs(["--dtype", "float32", "--model-path", "m", "--tp", "2", "--device=cuda"])
     assert found.model == str(tmp_path / "m")
     assert found.argv == (
-        *("--model-path", str(tmp_path / "m"), "--tp-size", "2", "--device", "cuda"),
+        *("--model-path", str(tmp_path / "m"), "--served-model-name", "m", "--tp-size", "2", "--device", "cuda"),
         *("--dtype", "float32"),
     )
     assert (found.gpus(8), found.gpus(0)) == (2, 0)
+    named = engine_needs(["--model-path", "m", "--served-model-name", "mine"])
+    assert named.argv == ("--model-path", str(tmp_path / "m"), "--served-model-name", "mine")
 
 
 def test_a_name_on_the_hub_is_no_directory() -> None:

@@ -17,7 +17,7 @@ from sgl_batch.api.supervisor import EngineState
 from sgl_batch.control_plane.instances import instance_server as server_module
 from sgl_batch.control_plane.instances.http_messages import Control, HttpRequest
 from sgl_batch.control_plane.instances.instance_server import ANSWER_LOST, STOPPED, InstanceServer
-from sgl_batch.control_plane.instances.messages import EngineFacts, Line, Lot, Poll, Report
+from sgl_batch.control_plane.instances.messages import EngineFacts, Line, Lot, Poll, Reading, Report
 from sgl_batch.control_plane.instances.service_state import FROM_DISK, ServiceState, changed
 from sgl_batch.control_plane.instances.spool import Spool
 from sgl_batch.core.answers import EngineStats
@@ -168,6 +168,13 @@ def test_a_report_says_what_the_engine_is(tmp_path: Path) -> None:
         assert (report.incarnation, report.phase, report.message, report.in_flight) == (1, "ready", None, 1)
         assert report.facts == EngineFacts(("tiny",), "ours", None)
         assert report.stats == EngineStats(counters={"n": 2})
+        engine = one.supervisor.engine
+        assert engine is not None
+        engine.counters = {"n": 3}
+        read = await one.server.stats()
+        assert (read.restarts, read.stats and read.stats.counters) == (0, {"n": 3})
+        one.supervisor.engine = None
+        assert await one.server.stats() == Reading(0, None)
 
     with_instance(tmp_path, scenario)
 

@@ -13,6 +13,8 @@ from scripted_member import ScriptedMember
 from sgl_batch.control_plane.instances import pool as pool_module
 from sgl_batch.control_plane.instances.messages import key_of
 from sgl_batch.control_plane.instances.pool import InstancePool
+from sgl_batch.control_plane.instances.summed_stats import InstanceStats
+from sgl_batch.core.answers import EngineStats
 from sgl_batch.core.partial_output import PartialOutput
 from sgl_batch.engine.line_frames import pack_body
 from sgl_batch.errors import EngineError
@@ -72,6 +74,31 @@ def test_each_line_is_answered_once_by_one_of_the_instances():
         assert sorted(served) == sorted(pack_body(body(number)) for number in range(300))
 
     run(scenario())
+
+
+def test_statistics_are_read_when_they_are_asked_for_and_reported_ones_count_where_no_engine_answers(monkeypatch):
+    async def scenario():
+        quick, slow = ScriptedMember("a", rate=5), ScriptedMember("b", rate=5)
+        async with pool_of(quick, slow) as pool:
+            await answers(ask(pool, range(40)))
+            await until(lambda: pool.reported_stats().counters["output_tokens"] == 40)
+            quick.unreported, slow.unreported = 1, 2
+            assert (await pool.stats()).counters["output_tokens"] == 43
+            await until(lambda: pool.reported_stats().counters["output_tokens"] == 40)
+            monkeypatch.setattr(pool_module, "_READ_WITHIN_S", 0.01)
+            quick.unreported, slow.is_in_a_long_pass = 0, True
+            assert (await pool.stats()).counters["output_tokens"] == 40
+            quick.lose()
+            assert (await pool.stats()).counters["output_tokens"] == 40
+
+    run(scenario())
+
+
+def test_a_reading_of_an_engine_that_another_has_followed_counts_nothing():
+    stats = InstanceStats()
+    for tokens, restarts in ((5, 0), (2, 1), (5, 0)):
+        stats.see(EngineStats(counters={"output_tokens": tokens}), restarts)
+    assert stats.total().counters == {"output_tokens": 7}
 
 
 def test_lots_are_large_while_many_lines_wait_and_small_at_the_end():

@@ -21,7 +21,8 @@ class EngineNeeds:
     """What the flags ask for.
 
     Attributes:
-        argv: The flags, with the model's directory as an absolute path: an instance runs in another directory.
+        argv: The flags, with the model's directory as an absolute path: an instance runs in another directory. The
+            model is served by the name that was given all the same, as it is without instances.
         model: The model's directory; None where it is a name on the hub.
         ranks: Each takes a GPU, unless `on_cpu`.
         on_cpu: Whether --device is cpu.
@@ -43,11 +44,13 @@ def engine_needs(argv: Sequence[str]) -> EngineNeeds:
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=int, default=1, dest="ranks")
     parser.add_argument("--device", default="")
+    parser.add_argument("--served-model-name")
     args, others = parser.parse_known_args(list(argv))
     model = args.model_path
     if model is not None and (model.startswith(("/", "./", "../", "~")) or Path(model).exists()):
+        name = args.served_model_name or model
         model = str(Path(model).expanduser().absolute())
         rest = ["--tp-size", str(args.ranks)] * (args.ranks != 1) + ["--device", args.device] * bool(args.device)
-        argv = ["--model-path", model, *rest, *others]
+        argv = ["--model-path", model, "--served-model-name", name, *rest, *others]
         return EngineNeeds(argv=tuple(argv), model=model, ranks=args.ranks, on_cpu=args.device == "cpu")
     return EngineNeeds(argv=tuple(argv), model=None, ranks=args.ranks, on_cpu=args.device == "cpu")

@@ -149,7 +149,7 @@ class InstanceEngines:
                 if self._is_run:
                     self._pool.fail(EngineError(str(error), code=INSTANCES_FAILED))
                 raise
-            self.view.add(await self._pool.stats(), time.time())
+            self.view.add(self._pool.reported_stats(), time.time())
             rows = self.rows()
             self._was_ready = self._was_ready or any(row.phase == "ready" for row in rows)
             if not self._was_ready and rows and all(row.phase == "failed" and not row.restarts for row in rows):

@@ -20,7 +20,7 @@ from sgl_batch.control_plane.instances.engine_lines import EngineLines, LineInFl
 from sgl_batch.control_plane.instances.engine_preparation import PreparedEngine
 from sgl_batch.control_plane.instances.http_calls import HttpCalls
 from sgl_batch.control_plane.instances.http_messages import Control, Controlled, HttpMore, HttpPart, HttpRequest
-from sgl_batch.control_plane.instances.messages import EngineDeath, EngineFacts, Lot, Poll, Report, Tokens
+from sgl_batch.control_plane.instances.messages import EngineDeath, EngineFacts, Lot, Poll, Reading, Report, Tokens
 from sgl_batch.control_plane.instances.service_state import ServiceState
 from sgl_batch.control_plane.instances.spool import Spool
 from sgl_batch.core.answers import EngineStats
@@ -167,6 +167,16 @@ class InstanceServer:
         """Return the keys of the lines in flight. The caller knows nothing yet: the next report is given at once."""
         self._reported = self._reported_stats = None
         return self._lines.keys
+
+    async def stats(self) -> Reading:
+        """Read the statistics of the engine now."""
+        engine, restarts = self._engine.current(), self._supervisor.state.restarts
+        if engine is None:
+            return Reading(restarts)
+        try:
+            return Reading(restarts, await engine.stats())
+        except EngineError:
+            return Reading(restarts)
 
     async def stop(self) -> None:
         """End the engine, and wait until the disk has all answers."""

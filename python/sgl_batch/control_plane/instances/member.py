@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from sgl_batch.control_plane.instances.http_messages import Control, Controlled, HttpMore, HttpPart, HttpRequest
-from sgl_batch.control_plane.instances.messages import Lot, Poll, Report
+from sgl_batch.control_plane.instances.messages import Lot, Poll, Reading, Report
 from sgl_batch.control_plane.instances.service_state import ServiceState
 from sgl_batch.errors import SglBatchError
 
@@ -53,6 +53,10 @@ class Member(Protocol):
 
     async def known(self) -> tuple[str, ...]:
         """Return the keys of the lines that its engine computes now."""
+        ...
+
+    async def stats(self) -> Reading:
+        """Read the statistics of its engine now; those of reports are up to some seconds old."""
         ...
 
     async def adopt(self, state: ServiceState) -> None:

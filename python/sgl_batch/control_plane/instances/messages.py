@@ -109,6 +109,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     stats: EngineStats | None = None
 
 
+class Reading(msgspec.Struct, frozen=True, array_like=True):
+    """The statistics of an engine, read when they were asked for; None where none is ready.
+
+    `restarts`: as in the report of its instance.
+    """
+
+    restarts: int
+    stats: EngineStats | None = None
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """Return the bytes of a message."""
     return msgspec.msgpack.encode(message)

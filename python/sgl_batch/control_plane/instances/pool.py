@@ -37,6 +37,8 @@ _POLL_WAIT_S = 1.0
 # lines answers many at once, and is asked less often: each poll takes milliseconds of its cores.
 _PAUSE_S, _LONG_PAUSE_S = 0.1, 0.5
 _SMALL_LOT = 64
+# An engine in a long pass answers late: then its last report counts.
+_READ_WITHIN_S = 2.0
 
 Lost = Callable[[Member, str], None]
 Prepare = Callable[[Member], Awaitable[None]]
@@ -126,6 +128,15 @@ class InstancePool:
                 self._abort(line.key)
 
     async def stats(self) -> EngineStats:
+        """Return the statistics of all instances that there have been, read now where an engine answers soon."""
+        reading = [asyncio.ensure_future(seat.read_stats()) for seat in self._seats if seat.is_ready]
+        if reading:
+            _, late = await asyncio.wait(reading, timeout=_READ_WITHIN_S)
+            for one in late:
+                one.cancel()
+        return self.reported_stats()
+
+    def reported_stats(self) -> EngineStats:
         """Return the statistics of all instances that there have been, as they last reported them."""
         return summed([self._gone, *(one.stats.total() for one in self._seats)])
 

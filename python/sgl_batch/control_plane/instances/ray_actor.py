@@ -168,6 +168,10 @@ class InstanceActor:
         """Return Keys."""
         return encode(Keys(await self._serving().known()))
 
+    async def stats(self, data: bytes = b"") -> bytes:
+        """Return a Reading."""
+        return encode(await self._serving().stats())
+
     async def adopt(self, data: bytes) -> bytes:
         """Take a ServiceState, and return nothing."""
         await self._serving().adopt(decode(data, ServiceState))

@@ -22,7 +22,7 @@ from sgl_batch.control_plane.instances.http_messages import (
     HttpRequest,
 )
 from sgl_batch.control_plane.instances.member import MemberLostError
-from sgl_batch.control_plane.instances.messages import Lot, Poll, Report, decode, encode
+from sgl_batch.control_plane.instances.messages import Lot, Poll, Reading, Report, decode, encode
 from sgl_batch.control_plane.instances.ray_actor import Keys, Presence, TakeBack, Taken
 from sgl_batch.control_plane.instances.service_state import ServiceState
 
@@ -95,6 +95,10 @@ class RayMember:
     async def known(self) -> tuple[str, ...]:
         """Return the keys of the lines that its engine computes."""
         return decode(await self._call("known", b""), Keys).keys
+
+    async def stats(self) -> Reading:
+        """Read the statistics of its engine."""
+        return decode(await self._call("stats", b""), Reading)
 
     async def adopt(self, state: ServiceState) -> None:
         """Give its engines the state of the service."""

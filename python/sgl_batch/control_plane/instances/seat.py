@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from sgl_batch.control_plane.instances.answer_rate import AnswerRate
-from sgl_batch.control_plane.instances.member import Member
+from sgl_batch.control_plane.instances.member import Member, MemberLostError
 from sgl_batch.control_plane.instances.messages import EngineFacts, Poll, Report
 from sgl_batch.control_plane.instances.pool_line import PoolLine
 from sgl_batch.control_plane.instances.quarantine import SuspectGroup
@@ -108,6 +109,13 @@ class Seat:
         self.facts = report.facts or self.facts
         if report.stats is not None:
             self.stats.see(report.stats, report.restarts)
+
+    async def read_stats(self) -> None:
+        """Read the statistics of its engine now. Those of its last report stay where no engine answers."""
+        with suppress(MemberLostError):
+            reading = await self.member.stats()
+            if reading.stats is not None:
+                self.stats.see(reading.stats, reading.restarts)
 
     def load(self, now: float) -> Load:
         """Return what it has to do, as its last report says."""

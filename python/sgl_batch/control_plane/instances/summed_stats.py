@@ -15,7 +15,9 @@ class InstanceStats:
         self._before, self._last, self._restarts = EngineStats(), EngineStats(), -1
 
     def see(self, stats: EngineStats, restarts: int) -> None:
-        """Take a reading. `restarts`: which engine it is of."""
+        """Take a reading. `restarts`: which engine it is of; one of an engine that others followed comes too late."""
+        if restarts < self._restarts:
+            return
         if restarts != self._restarts:
             self._before, self._restarts = self.ended(), restarts
         self._last = stats
