@@ -16,6 +16,8 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.named_function import check_name
 
 CPU_WEIGHT_DTYPES = ("auto", "model", "lossless12", "int8")
+# Those that ask for nothing that only a CPU has.
+MODEL_WEIGHTS = ("auto", "model")
 CPU_ACTIVATIONS = ("model", "int8")
 DECODE_FORWARDS = ("auto", "measure", "default", "coroutine", "eager", "sglang")
 KV_STORE_MODES = ("auto", "inclusive", "exclusive")

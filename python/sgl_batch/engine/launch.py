@@ -15,7 +15,7 @@ import torch
 
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.checkpoint.model_directory import num_experts, quantization
-from sgl_batch.config import BatchConfig, ForwardConfig, MemoryConfig
+from sgl_batch.config import MODEL_WEIGHTS, BatchConfig, ForwardConfig, MemoryConfig
 from sgl_batch.core.admission_policy import make_admission
 from sgl_batch.core.topology import Topology, check_runnable
 from sgl_batch.engine.process_spec import ProcessSpec
@@ -28,7 +28,13 @@ from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_GRAMMAR, CPU_PLATFORM, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.tokenizing import init_tokenizer_manager
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
-from sgl_batch.startup.argument_checks import check_activations, check_budgets, check_callbacks, check_ranges
+from sgl_batch.startup.argument_checks import (
+    check_activations,
+    check_budgets,
+    check_callbacks,
+    check_ranges,
+    check_weights,
+)
 from sgl_batch.startup.family_arguments import family_arguments
 from sgl_batch.startup.gpu_arguments import chosen_arguments, machine_facts, model_facts
 from sgl_batch.startup.model_checks import check_this_device
@@ -169,19 +175,14 @@ def _text(arguments: Mapping[str, object], name: str) -> str | None:
 
 def _check_weight_dtype(forward: ForwardConfig, memory: MemoryConfig, *, on_cpu: bool) -> None:
     """Refuse rounded or coded weights without the native CPU kernels, which alone take them. Raises ConfigError."""
-    if forward.cpu_weight_dtype in ("auto", "model"):
+    check_weights(forward, memory, on_cpu=on_cpu)
+    if forward.cpu_weight_dtype in MODEL_WEIGHTS:
         return
     asked = f"cpu_weight_dtype is {forward.cpu_weight_dtype!r}"
-    if not on_cpu:
-        raise ConfigError(f"{asked}, which is for a CPU: leave it out, and see SGLang's --quantization")
     if native_kernels() is None:
         raise ConfigError(f"{asked}, and the native kernels are not there: run scripts/install")
     if forward.expert_runner not in ("auto", "native"):
         raise ConfigError(f"{asked}, and expert_runner {forward.expert_runner!r} takes no such weights: choose native")
-    if forward.cpu_weight_dtype == "lossless12" and memory.weights == "streamed":
-        raise ConfigError(
-            f"{asked}, and weights are streamed; they are read as they lie in the files: leave out one of them"
-        )
 
 
 def _check_store(memory: MemoryConfig, attention: str | None, *, on_cpu: bool, overflows: bool = False) -> None:
@@ -215,8 +216,6 @@ def _check_store(memory: MemoryConfig, attention: str | None, *, on_cpu: bool, o
 def _check_streaming(config: BatchConfig, merged: Mapping[str, object], *, on_cpu: bool) -> None:
     """Refuse streamed weights where files, kernels or runner cannot stream them. Raises ConfigError."""
     if config.memory.weights == "resident":
-        if config.memory.weight_memory:
-            raise ConfigError("weight_memory is given, and weights are resident: give --weights streamed too")
         return
     if on_cpu and native_kernels() is None:
         raise ConfigError("weights are to be streamed, and the native kernels are not there: run scripts/install")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
-from sgl_batch.config import ForwardConfig, MemoryConfig, RankConfig
+from sgl_batch.config import MODEL_WEIGHTS, ForwardConfig, MemoryConfig, RankConfig
 from sgl_batch.errors import ConfigError
 
 _AT_LEAST_ONE = ("context_length", "max_running_requests", "max_total_tokens", "dp_size", "pp_size")
@@ -31,6 +31,21 @@ def check_ranges(arguments: Mapping[str, Any]) -> None:
         value = arguments.get(name)
         if value is not None and str(value).lower() not in words:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(words)}")
+
+
+def check_weights(forward: ForwardConfig, memory: MemoryConfig, *, on_cpu: bool) -> None:
+    """Raise ConfigError for number types and memory of weights that do not go together."""
+    if memory.weight_memory and memory.weights == "resident":
+        raise ConfigError("weight_memory is given, and weights are resident: give --weights streamed too")
+    if forward.cpu_weight_dtype in MODEL_WEIGHTS:
+        return
+    asked = f"cpu_weight_dtype is {forward.cpu_weight_dtype!r}"
+    if not on_cpu:
+        raise ConfigError(f"{asked}, which is for a CPU: leave it out, and see SGLang's --quantization")
+    if forward.cpu_weight_dtype == "lossless12" and memory.weights == "streamed":
+        raise ConfigError(
+            f"{asked}, and weights are streamed; they are read as they lie in the files: leave out one of them"
+        )
 
 
 def check_activations(forward: ForwardConfig, memory: MemoryConfig) -> None:

@@ -25,6 +25,7 @@ from sgl_batch.planner.samples import Profile
 from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.search import MemoryMap, MemoryOf
 from sgl_batch.planner.workload import DEFAULT, Request, Workload, parse_workload, within_context
+from sgl_batch.startup.fit_checks import CONTEXT_FIELDS
 from sgl_batch.startup.kept_profile import profile_that_holds
 from sgl_batch.startup.planned_model import PlannedModel, read_model
 from sgl_batch.startup.start_plan import PlanInputs, StartPlan, asked_workload, choose, conservative
@@ -38,7 +39,6 @@ CPU_SHARE = 0.5
 PAGE_SIZE = 64
 # Rates are of a batch of so many decode groups, in which beginning and end count little; a step, of so many.
 _RATE_GROUPS, _RATE_STEPS = 4, 32
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _RANKS = ("dp_size", "tp_size", "ep_size", "pp_size")
 _OTHER_MODEL = ("json_model_override_args", "quantization")
 _FAULTS = (ArithmeticError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -190,7 +190,7 @@ def _within_pool(memory_of: MemoryOf, pages: int) -> MemoryOf:
 
 def _context(model: PlannedModel, arguments: Mapping[str, object]) -> int:
     asked = _count(arguments, "context_length")
-    return max(asked or number(model.text.get, *_CONTEXT, default=1 << 30), 2)
+    return max(asked or number(model.text.get, *CONTEXT_FIELDS, default=1 << 30), 2)
 
 
 def _budget(config: BatchConfig, arguments: Mapping[str, object]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -141,6 +142,7 @@ def test_a_model_larger_than_the_device_is_reported_to_need_streamed_weights(cap
 def test_sequences_longer_than_the_device_holds_do_not_run(capsys, large):
     argv = ["--model", str(large), "--device", "gpu", "--device-memory", "28G", "--b-moe-decode", "4"]
     assert to_message(capsys, *argv)[0] == 0
+    with_config(large, max_position_embeddings=1_000_000)
     code, report = to_message(capsys, *argv, "--max-model-len", "1000000")
     assert code == 1
     assert "a sequence of 1,000,000 tokens takes" in report["why"]
@@ -170,6 +172,50 @@ def test_what_would_be_refused_at_the_start_is_refused_with_the_same_words(capsy
     assert (code, report["runs"], report["forward"]) == (1, False, "refused")
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(report["why"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--cpu-weight-dtype", "lossless12", "--weights", "streamed"], "and weights are streamed"),
+        (["--kv-store-bytes", "1000"], r"kv_store_bytes is 1000 bytes, and a page of KV takes 64\.00 KiB"),
+        (["--kv-store-bytes", "1000T"], "lower --kv-store-bytes, or name a directory"),
+        (["--weight-memory", "1M"], "weights are resident"),
+        (
+            ["--weights", "streamed", "--weight-memory", "1K"],
+            r"a layer take 1\.12 MiB: raise --weight-memory",
+        ),
+        (["--cpu-weight-dtype", "lossless12", "--dtype", "float32"], "experts of bfloat16, and its are float32"),
+        (["--max-model-len", "4097"], "--max-model-len: 4,097 tokens, and a sequence of this model has at most 4,096"),
+        (["--device-memory", "1000T"], "more than the machine has"),
+    ],
+)
+def test_sizes_and_types_that_no_engine_takes_do_not_run(capsys, argv, words):
+    code, report = to_message(capsys, "--model", str(TINY), "--device", "cpu", *argv)
+    assert (code, report["runs"]) == (1, False)
+    assert re.search(words, report["why"])
+
+
+def test_another_machine_has_memory_of_its_own(capsys):
+    argv = ["--model", str(TINY), "--device", "gpu", "--device-memory", "80G", "--kv-store-bytes", "1000T"]
+    assert to_message(capsys, *argv)[0] == 0
+
+
+@pytest.mark.parametrize(("kind", "most"), [("linear", 16_384), ("llama3", 4_096)])
+def test_a_stretched_context_is_as_long_as_sglang_makes_it(capsys, tmp_path, kind, most):
+    copied = Path(shutil.copytree(TINY, tmp_path / "model"))
+    model = with_config(copied, rope_scaling={"rope_type": kind, "factor": 4.0})
+    argv = ["--model", model, "--device", "cpu", "--max-model-len"]
+    assert to_message(capsys, *argv, str(most))[0] == 0
+    code, report = to_message(capsys, *argv, str(most + 1))
+    assert (code, f"has at most {most:,}" in report["why"]) == (1, True)
+
+
+def test_without_a_budget_an_engine_on_a_cpu_takes_half_of_the_memory(capsys):
+    _, report = to_message(capsys, "--model", str(TINY), "--device", "cpu")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert report["device_memory"] == machine // 2
+    assert sum(report["uses"].values()) + report["kv_bytes"] <= machine // 2
 
 
 @pytest.mark.parametrize(

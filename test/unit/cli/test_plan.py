@@ -146,6 +146,19 @@ def test_mistakes_are_told_in_a_line(capsys, tmp_path, profile_file):
     assert "--profile --weights streamed" in error_of(capsys, "--model", TINY, *streamed)
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--workload", "4000:97x2"], "the longest request of the batch: 4,097 tokens"),
+        (["--kv-store-bytes", "1000"], "raise --kv-store-bytes"),
+        (["--kv-store-bytes", "1000T"], "lower --kv-store-bytes"),
+        (["--weight-memory", "1M"], "give --weights streamed too"),
+    ],
+)
+def test_what_no_engine_takes_gets_no_plan(capsys, argv, words):
+    assert words in error_of(capsys, "--model", TINY, *argv)
+
+
 def test_a_config_without_a_field_is_named(capsys, tmp_path):
     fields = json.loads((TINY / "config.json").read_text())
     del fields["hidden_size"]

@@ -72,7 +72,9 @@ def test_what_is_wrong_with_others_is_said() -> None:
     assert summary([row("i1", "ready"), row("i2", "draining")], was_ready=True) == ("ready", None)
 
 
-def test_the_models_directory_becomes_absolute_and_its_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_directory_becomes_absolute_and_its_name_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
     found = engine_needs(["--dtype", "float32", "--model-path", "m", "--tp", "2", "--device=cuda"])

@@ -20,7 +20,10 @@ from sgl_batch.core.model_refusals import number_type, text_part
 from sgl_batch.core.supported_models import CPU, DEVICES, GPU, format_of, forward_text, has_adapter
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.needs import Fit, Model, Target, fit, remedy
+from sgl_batch.startup.argument_checks import check_budgets, check_weights
+from sgl_batch.startup.fit_checks import check_asked, check_context
 from sgl_batch.startup.model_checks import check_any_device, check_this_device
+from sgl_batch.startup.plan_inputs import CPU_SHARE
 
 FORMAT = "sgl_batch.check/1"
 _DESCRIPTION = """\
@@ -108,6 +111,8 @@ def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
     forward = forward_text(architecture, has_adapter=has_adapter(architecture))
     report = {"format": FORMAT, "model": args.model, "architecture": architecture, "device": device, "forward": forward}
     asked = {"model_path": str(directory), "dtype": args.dtype, "context_length": args.length}
+    check_weights(config.forward, config.memory, on_cpu=device == CPU)
+    check_budgets(config.memory, on_cpu=device == CPU, num_ranks=1)
     try:
         check_any_device(ModelSource(model=str(directory), needs_tokenizer=False))
         check_this_device(asked, config, on_cpu=device == CPU)
@@ -118,6 +123,8 @@ def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
         raise ConfigError(f"weights are to be streamed, and the model's are quantised ({method}); leave --weights out")
     tensors = tensors_of(directory, int(text.get("num_hidden_layers") or 0))
     model = Model(config=text, tensors=tensors, dtype=dtype)
+    check_asked(model, config, page_size=args.page_size, here=device in (CPU, _device_here()))
+    check_context(text, args.length or 0, "--max-model-len")
     target = Target(device=device, budget=_budget(config, device), page_size=args.page_size, length=_length(args, text))
     streamable = method is None and any(one.is_streamable for one in tensors)
     return {
@@ -183,10 +190,10 @@ def _device_here() -> str:
 
 
 def _budget(config: BatchConfig, device: str) -> int:
-    """Return how much memory may be used: --device-memory; on a CPU by default all that the machine has."""
+    """Return how much memory may be used: --device-memory; on a CPU by default the share of it that an engine takes."""
     if config.memory.device_memory or device == GPU:
         return config.memory.device_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - config.memory.store_in_memory_bytes
+    return int(CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _length(args: argparse.Namespace, text: Any) -> int:

@@ -77,7 +77,7 @@ def _here(args: argparse.Namespace, config: BatchConfig) -> tuple[Predictor, dic
         names = f"--hardware {DATA_SHEETS[0].name}"
         raise ConfigError(f"--gpus is for GPUs of a data sheet; name them too, as in {names}")
     instances = _instances(args)
-    subject = read_subject(args, config.forward.cpu_weight_dtype)
+    subject = read_subject(args, config)
     profile, why_none = profile_here(args, subject)
     predictor = predictor_here(subject, config, profile, instances)
     message = {"profile": profile_message(profile, why_none)}
@@ -100,7 +100,7 @@ def _on_sheet(args: argparse.Namespace, config: BatchConfig) -> tuple[Predictor,
         raise ConfigError(
             "--profile and --profile-file are of this machine, and --hardware names another; leave one out"
         )
-    subject = read_subject(args, config.forward.cpu_weight_dtype)
+    subject = read_subject(args, config)
     predictor = predictor_on(sheet, gpus, subject, config, assumed)
     return predictor, {**_head(args, subject), "hardware": hardware_message(sheet, gpus, assumed)}
 

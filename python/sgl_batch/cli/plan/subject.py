@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from sgl_batch.checkpoint.tensors import tensors_of
+from sgl_batch.config import MODEL_WEIGHTS, BatchConfig
 from sgl_batch.core.model_refusals import QUANTIZATION_FIELDS, number_type, text_part
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.data_sheets import HERE
 from sgl_batch.planner.model_layers import ModelLayers, model_layers
 from sgl_batch.planner.needs import ITEM_BYTES, Model
 from sgl_batch.planner.workload import DEFAULT, Workload, parse_lengths, parse_workload
+from sgl_batch.startup.argument_checks import check_weights
+from sgl_batch.startup.fit_checks import check_asked, check_context
+from sgl_batch.startup.plan_inputs import PAGE_SIZE
 from sgl_batch.startup.planned_model import model_directory, whole_config
 
 _FP8 = "fp8"
@@ -33,10 +37,15 @@ class Subject:
     workload: Workload
 
 
-def read_subject(args: argparse.Namespace, weight_dtype: str) -> Subject:
-    """Return what the command line names. Raises ConfigError for what the user can mend."""
+def read_subject(args: argparse.Namespace, config: BatchConfig) -> Subject:
+    """Return what the command line names. Raises ConfigError for what the user can mend, and a run would refuse."""
     on_sheet = args.hardware.lower() != HERE
-    return subject_of(args.model, _workload(args), dtype=args.dtype, weight_dtype=weight_dtype, on_sheet=on_sheet)
+    weight_dtype = config.forward.cpu_weight_dtype
+    subject = subject_of(args.model, _workload(args), dtype=args.dtype, weight_dtype=weight_dtype, on_sheet=on_sheet)
+    check_weights(config.forward, config.memory, on_cpu=not on_sheet)
+    check_asked(subject.model, config, page_size=PAGE_SIZE, here=not on_sheet)
+    check_context(subject.body, subject.workload.longest, "the longest request of the batch")
+    return subject
 
 
 def subject_of(name: str, workload: Workload, *, dtype: str, weight_dtype: str, on_sheet: bool = False) -> Subject:
@@ -50,7 +59,7 @@ def subject_of(name: str, workload: Workload, *, dtype: str, weight_dtype: str, 
     body, dtype = text_part(whole), number_type(whole, dtype)
     item_bytes = ITEM_BYTES[dtype]
     weight_bytes = _bytes_on_gpu(whole, dtype) if on_sheet else 1 if weight_dtype == "int8" else item_bytes
-    if on_sheet and weight_dtype not in ("auto", "model"):
+    if on_sheet and weight_dtype not in MODEL_WEIGHTS:
         raise ConfigError(f"--cpu-weight-dtype {weight_dtype} is for CPUs; leave it out with --hardware")
     try:
         stored_bytes = None if on_sheet else item_bytes
