@@ -216,6 +216,9 @@ def main() -> int:
     parser.add_argument("--record", type=Path, default=Path("published_workloads.json"), help="where results go")
     args = parser.parse_args()
     wanted, rows, record = {word for word in args.only.upper().split(",") if word}, [], []
+    groups = {case.group for case in cases(args)}
+    if not wanted <= groups:
+        parser.error(f"--only is {args.only}; there are {', '.join(sorted(groups))}")
     for case in cases(args):
         if wanted and case.group not in wanted:
             continue

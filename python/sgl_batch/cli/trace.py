@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_batch.core.replay import ReplayError, replay_trace
+from sgl_batch.errors import ConfigError
 from sgl_batch.managers.rank_callbacks import find_callback
 
 _MOST_SHOWN = 10
@@ -39,12 +40,11 @@ def trace_command(argv: Sequence[str]) -> int:
         "--replay", action="store_true", help="make the recorded decisions again; the exit code is 2 if one differs"
     )
     args = parser.parse_args(argv)
-    if not args.file.is_file():
-        sys.stderr.write(
-            f"sgl-batch trace: error: {args.file} is not a file; run with --trace-file {args.file} first\n"
-        )
+    try:
+        events = _read(args.file)
+    except ConfigError as error:
+        sys.stderr.write(f"sgl-batch trace: error: {error}\n")
         return 1
-    events = [json.loads(line) for line in args.file.read_text(encoding="utf-8").splitlines()]
     if args.replay:
         return _replay(events)
     events = [event for event in events if "sequence" in event]
@@ -57,6 +57,35 @@ def trace_command(argv: Sequence[str]) -> int:
         return 1
     sys.stdout.write(_paths(chosen) if not args.sequence else _events(chosen))
     return 0
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    """Return what a trace holds. An engine that was killed leaves half of a last line, which is left out with a note.
+
+    Raises ConfigError for a file that is no trace.
+    """
+    if not file.is_file():
+        raise ConfigError(f"{file} is not a file; run with --trace-file {file} first")
+    try:
+        *lines, rest = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    events = [_event(line, f"line {number:,} of {file}") for number, line in enumerate(lines, 1)]
+    if rest:
+        sys.stderr.write(f"sgl-batch trace: the last line of {file} is not whole, and is left out\n")
+    if not events:
+        raise ConfigError(f"{file} holds no line of a trace; name a file written with --trace-file")
+    return events
+
+
+def _event(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:  # a UnicodeDecodeError too
+        event = None
+    if not isinstance(event, dict) or not ("sequence" in event or "decision" in event):
+        raise ConfigError(f"{place} is not of a trace; name a file written with --trace-file")
+    return event
 
 
 def _replay(events: list[dict[str, Any]]) -> int:

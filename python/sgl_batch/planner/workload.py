@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from sgl_batch.errors import ConfigError
 DEFAULT, DEFAULT_OUTPUT = "128:128x256", 128
 _COUNT = 256
 _SPEC = re.compile(r"(\d+):(\d+)(?:x(\d+))?", re.ASCII)
-_MOST_COUNT = 100_000_000
+_MOST_COUNT, _MOST_LISTED = 100_000_000, 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +49,25 @@ class Workload:
 
 def parse_workload(text: str) -> Workload:
     """Read PROMPT:OUTPUTxCOUNT, or several of them behind commas; without a count 256. Raises ConfigError."""
-    requests: list[Request] = []
+    kinds: list[tuple[Request, int]] = []
     for part in text.split(","):
         found = _SPEC.fullmatch(part.strip())
         prompt, output, count = (int(number or _COUNT) for number in found.groups()) if found else (0, 0, 0)
-        if not (prompt and output and count) or count + len(requests) > _MOST_COUNT:
+        if not (prompt and output and count):
             raise ConfigError(
                 f"--workload is {text!r}; it takes PROMPT:OUTPUTxCOUNT, as in 128:32x256 (256 requests of 128 prompt "
                 "and 32 output tokens), each at least 1, or several behind commas"
             )
-        requests += [Request(prompt, output)] * count
-    return Workload(requests=requests, count=len(requests))
+        kinds.append((Request(prompt, output), count))
+    count = sum(number for _, number in kinds)
+    # Each request is followed by itself, where they are few enough.
+    alike = 1 if count <= _MOST_LISTED else math.gcd(*(number for _, number in kinds))
+    if count > _MOST_COUNT or count // alike > _MOST_LISTED:
+        most = _MOST_COUNT if count > _MOST_COUNT else _MOST_LISTED
+        why = "" if count > _MOST_COUNT else ", or give counts that are multiples of a larger number"
+        raise ConfigError(f"--workload is {text!r}, of {count:,} requests; give at most {most:,}{why}")
+    requests = [request for request, number in kinds for _ in range(number // alike)]
+    return Workload(requests=requests, count=count)
 
 
 def parse_lengths(lines: Iterable[str], name: str) -> Workload:
@@ -74,6 +83,8 @@ def parse_lengths(lines: Iterable[str], name: str) -> Workload:
                 "output, as in: 128 32"
             )
         requests.append(Request(int(words[0]), int(words[1])))
+        if len(requests) > _MOST_LISTED:
+            raise ConfigError(f"{name} has more than {_MOST_LISTED:,} requests; give a sample of them")
     if not requests:
         raise ConfigError(f"{name} has no lengths; each line takes the tokens of a prompt and of its output")
     return Workload(requests=requests, count=len(requests))

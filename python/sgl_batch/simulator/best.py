@@ -54,7 +54,10 @@ def best_of(
     """
     if policy.units:
         return _best_ratio(policy, model, cluster, requests)
-    candidates = list(_setups(policy, _feasible(policy, model, cluster), requests))
+    deployments = _feasible(policy, model, cluster)
+    if policy.gpus is not None and not deployments:
+        raise ConfigError(_no_layout(policy, policy.gpus, model, cluster))
+    candidates = list(_setups(policy, deployments, requests))
     if not candidates:
         raise ConfigError(f"{model.title} does not fit {cluster.name} in any layout and regime of {policy.title}")
     close = _close(candidates, requests)
@@ -68,6 +71,16 @@ def best_of(
     whole = sorted((_whole(one, requests, until) for one in chosen), key=_order)
     others = [one for one in ranked if not any(one is other for other in chosen)]
     return Best(result=whole[0], others=[*whole[1:], *others], compared=len(candidates))
+
+
+def _no_layout(policy: Policy, gpus: int, model: ClusterModel, cluster: Cluster) -> str:
+    """Return why no instance of so many GPUs is on a cluster."""
+    others = sorted({one.layout.ranks for one in _feasible(replace(policy, gpus=None), model, cluster)})
+    fits = f"those that fit have {' or '.join(map(str, others))}" if others else "no other number fits either"
+    return (
+        f"an instance of {gpus} GPUs, as {policy.name}:{gpus} asks for, fits in no layout of {model.title} on the "
+        f"{cluster.gpus} of {cluster.name}; {fits}"
+    )
 
 
 def _first_of_each_kind(setups: Sequence[Setup], count: int) -> list[int]:
@@ -123,7 +136,7 @@ def estimate(setup: Setup, requests: Requests) -> float:
     share = len(requests) / (one.instances * one.ranks)
     fits = one.running_tokens / (prompt + output + one.sequence_tokens)
     rows = max(1, round(min(share, setup.choice.rows, fits)))
-    tokens = min(setup.choice.chunk, round(share * prompt))
+    tokens = max(1, min(setup.choice.chunk, round(share * prompt)))
     context = prompt if tokens >= prompt else prompt / 2
     prefill = costs.of_pass(
         PassWork(
@@ -137,7 +150,7 @@ def estimate(setup: Setup, requests: Requests) -> float:
         PassWork(rows=rows, kv_tokens=round(rows * (prompt + output / 2)), all_rows=rows * one.ranks)
     )
     step_s = decode.seconds + costs.of_boundary().seconds / INTERVAL
-    return prefill.seconds * share * prompt / tokens + step_s * output * max(1.0, share / rows)
+    return prefill.seconds * max(1.0, share * prompt) / tokens + step_s * output * max(1.0, share / rows)
 
 
 def _best_ratio(policy: Policy, model: ClusterModel, cluster: Cluster, requests: Requests) -> Best:

@@ -15,13 +15,16 @@ _SEED = 0
 def requests_like(workload: Workload, count: int, *, cv: float = 0.0) -> Requests:
     """Return so many requests of a workload, in its order and again from its first.
 
+    Fewer than the workload has are spaced evenly over it, so that they have its mix.
+
     `cv`: the standard deviation of lengths over their mean. Prompts and outputs are each multiplied by a number from a
     log-normal distribution of mean 1, independently, always by the same ones.
 
     Each sequence may generate as many tokens as the longest of all: users give a batch one limit.
     """
     lengths = np.array([(one.prompt, one.output) for one in workload.requests], dtype=np.int64)
-    lengths = lengths[np.arange(count) % len(lengths)]
+    numbers = np.arange(count)
+    lengths = lengths[numbers * len(lengths) // count if count < len(lengths) else numbers % len(lengths)]
     if cv:
         lengths = _spread(lengths, cv)
     outputs = lengths[:, 1]

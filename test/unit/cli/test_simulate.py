@@ -85,6 +85,31 @@ def test_lengths_are_spread_or_taken_from_a_file(capsys, tmp_path):
     assert message["workload"]["prompt_tokens"] == 100 * 3 + 300 * 2
 
 
+@pytest.mark.parametrize("batch", [["--workload", "600:60x75,60:6x25"], ["--lengths", "FILE"]])
+def test_fewer_requests_than_a_batch_has_keep_its_mix(capsys, tmp_path, batch):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("600 60\n" * 75 + "60 6\n" * 25)
+    argv = [str(lengths) if one == "FILE" else one for one in batch]
+    _, message = to_message(capsys, *ONE[:4], *ONE[6:], *argv, "--num", 20)
+    assert message["workload"]["prompt_tokens"] == 15 * 600 + 5 * 60
+
+
+@pytest.mark.parametrize("workload", ["1:1", "4:4"])
+def test_a_batch_of_a_few_tokens_is_simulated_on_many_gpus(capsys, workload):
+    argv = ("--model", "deepseek-r1", "--hardware", "h20x16", "--num", "1", "--workload", workload, "--no-intervals")
+    code, message = to_message(capsys, *argv, "--policies", "batchgen,sglang")
+    assert (code, [one["counts"]["finished"] for one in message["policies"]]) == (0, [1, 1])
+
+
+def test_an_instance_of_a_number_of_gpus_that_fits_nowhere_is_named_with_those_that_fit(capsys):
+    argv = ("--model", "deepseek-r1", "--hardware", "h20x16", "--num", "4", "--workload", "64:8", "--no-intervals")
+    for gpus in (32, 3):
+        _, message = to_message(capsys, *argv, "--policies", f"sglang:{gpus},batchgen")
+        why = message["policies"][0]["why"]
+        assert f"an instance of {gpus} GPUs, as sglang:{gpus} asks for" in why
+        assert "on the 16 of h20x16; those that fit have" in why
+
+
 def test_a_run_that_is_stopped_says_how_many_have_ended(capsys):
     argv = (*ONE[:4], "--workload", "600:60x20000", *ONE[6:])
     _, message = to_message(capsys, *argv, "--until", "8s")

@@ -94,3 +94,38 @@ def test_an_unknown_sequence_or_file_is_named(trace_file: Path, capsys: pytest.C
     assert "'zzz'; it holds 2 sequences" in capsys.readouterr().err
     assert main(["trace", str(trace_file.with_name("none")), "zzz"]) == 1
     assert "is not a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["--replay"], ["aaa"]])
+def test_half_of_a_last_line_is_left_out_and_the_rest_is_read(
+    trace_file: Path, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    whole = trace_file.read_bytes()
+    assert main(["trace", str(trace_file), *argv]) == 0
+    printed = capsys.readouterr().out
+    trace_file.write_bytes(whole + whole[:40])
+    assert main(["trace", str(trace_file), *argv]) == 0
+    again = capsys.readouterr()
+    assert again.out == printed
+    assert "is not whole, and is left out" in again.err
+
+
+@pytest.mark.parametrize("argv", [[], ["--replay"]])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"sequence": "a"}\n{"custom_id": "a"}\n', "line 2 of"),
+        (b"\x80\xff\n", "line 1 of"),
+        (b"[1]\n", "line 1 of"),
+        (b"", "holds no line of a trace"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], content: bytes, words: str
+) -> None:
+    (tmp_path / "other").write_bytes(content)
+    assert main(["trace", str(tmp_path / "other"), *argv]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("sgl-batch trace: error: ")
+    assert words in said
+    assert "--trace-file" in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from sgl_batch.errors import ConfigError
@@ -17,10 +19,34 @@ def test_a_workload_without_a_count_is_256_requests():
     assert parse_workload("128:32").requests == [Request(128, 32)] * 256
 
 
-@pytest.mark.parametrize("text", ["", "128", "0:32x4", "128:32x0", "a:bxc", "128:32x256:", "1:1x999999999999"])
+@pytest.mark.parametrize("text", ["", "128", "0:32x4", "128:32x0", "a:bxc", "128:32x256:"])
 def test_a_workload_of_another_form_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match="as in 128:32x256"):
         parse_workload(text)
+
+
+def test_a_large_batch_of_few_kinds_is_followed_by_a_sample_of_its_mix():
+    found = parse_workload("128:32x60000000,4:4x20000000")
+    assert (found.count, found.tokens[0]) == (80_000_000, 60_000_000 * 128 + 20_000_000 * 4)
+    assert list(found.requests) == [Request(128, 32)] * 3 + [Request(4, 4)]
+    assert len(parse_workload("4:4x1000000").requests) == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("4:4x100000001", "of 100,000,001 requests; give at most 100,000,000"),
+        ("4:4x1000000,5:5x3", "give at most 1,000,000, or give counts that are multiples of a larger number"),
+    ],
+)
+def test_a_batch_too_large_to_follow_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_workload(text)
+
+
+def test_a_file_of_too_many_lengths_is_refused():
+    with pytest.raises(ConfigError, match="more than 1,000,000 requests; give a sample"):
+        parse_lengths(itertools.repeat("1 1"), "endless")
 
 
 def test_lengths_may_have_comments_commas_and_empty_lines():

@@ -83,7 +83,10 @@ def simulate_parser() -> argparse.ArgumentParser:
         f"{DEFAULT.partition('x')[0]})",
     )
     batch.add_argument(
-        "--num", type=int, metavar="N", help=f"how many requests (default: {DEFAULT_NUM:,}; here {_NUM_HERE})"
+        "--num",
+        type=int,
+        metavar="N",
+        help=f"how many requests, of the same mix (default: {DEFAULT_NUM:,}; here {_NUM_HERE})",
     )
     batch.add_argument(
         "--lengths",
