@@ -117,6 +117,24 @@ def test_a_run_that_is_stopped_says_how_many_have_ended(capsys):
     assert 0 < message["policies"][0]["counts"]["finished"] < 20000
 
 
+def test_runs_that_are_stopped_differ_in_what_has_ended_and_have_no_ratio_of_times(capsys):
+    argv = (*ONE[:4], "--workload", "600:60x20000", "--no-intervals", "--policies", "sglang,vllm")
+    _, message = to_message(capsys, *argv, "--until", "8s")
+    assert not any("ratio" in one for one in message["policies"])
+    assert "of the first" not in text(message)
+    _, message = to_message(capsys, *argv[:4], *FAST[4:], *argv[6:], "--until", "1h")
+    assert message["policies"][1]["ratio"] > 0
+    assert "of the first" in text(message)
+
+
+def test_shares_of_a_short_run_add_up(capsys):
+    _, message = to_message(capsys, *ONE[:4], "--workload", "1:1x1", *ONE[6:])
+    one = message["policies"][0]
+    assert 0 < one["seconds"] < 0.05
+    for shares in (one["parts_s"], one["bounds_s"]):
+        assert sum(shares.values()) == pytest.approx(one["seconds"], rel=0.01)
+
+
 def test_more_host_memory_holds_more_kv(capsys):
     argv = ("--model", "mixtral-8x7b", "--hardware", "a5000x1", "--workload", "4000:100x300", "--no-intervals")
     found = []

@@ -74,7 +74,7 @@ def _on_cluster(args: argparse.Namespace, until: float) -> dict[str, Any]:
     found = [] if args.calibrate is None else calibrated(read_cells(args.calibrate))
     compared = [_compared(policy, subject, found, args, until) for policy in policies]
     calibration = {} if args.calibrate is None else {"calibration": calibration_message(found)}
-    return {**subject_message(subject), **calibration, "policies": policies_message(compared)}
+    return {**subject_message(subject), **calibration, "policies": policies_message(compared, until=until)}
 
 
 def _compared(

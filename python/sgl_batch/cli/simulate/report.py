@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -78,10 +79,14 @@ def workload_message(requests: Requests, spread: float) -> dict[str, Any]:
     }
 
 
-def policies_message(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """Return each policy with its run; ratios are to the first that runs."""
+def policies_message(compared: Sequence[Compared], *, until: float = math.inf) -> list[dict[str, Any]]:
+    """Return each policy with its run; ratios are to the first that runs.
+
+    There are none of runs that `until` stopped: they took as long as each other, and differ in what has ended.
+    """
     first = next((one for one in compared if one.best is not None), None)
-    return [_policy_message(one, first) for one in compared]
+    whole = all(one.best.result.seconds < until for one in compared if one.best is not None)
+    return [_policy_message(one, first if whole else None) for one in compared]
 
 
 def _policy_message(one: Compared, first: Compared | None) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def run_message(result: Result) -> dict[str, Any]:
 def account_message(account: Account, counts: Tally, *, idle: float) -> dict[str, Any]:
     """Return what a run took. `counts`, `idle`: of all instances; `account`: of the one that ends last."""
     return {
-        "seconds": round(account.seconds, 3),
+        "seconds": round(account.seconds, 6),
         "tokens_per_s": round(counts.output_tokens / max(account.seconds, 1e-12), 1),
         "idle": round(idle, 4),
         "counts": asdict(counts),
@@ -141,7 +146,7 @@ def account_message(account: Account, counts: Tally, *, idle: float) -> dict[str
 
 def _longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
     found = sorted(seconds.items(), key=lambda item: -item[1])
-    return {name: round(value, 3) for name, value in found if value > 0}
+    return {name: round(value, 6) for name, value in found if value > 0}
 
 
 def _interval_message(interval: Interval) -> dict[str, Any]:

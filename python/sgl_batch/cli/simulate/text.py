@@ -47,6 +47,7 @@ def _compared(policies: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table of policies."""
     header = ("policy", "time", "interval", "of the first", "interval", "tokens/s", "idle", "ended")
     rows = [header]
+    has_ratios = any("ratio" in one for one in policies)
     for one in policies:
         if "seconds" not in one:
             rows.append((one["title"], "-", "", "", "", "", "", ""))
@@ -58,7 +59,7 @@ def _compared(policies: Sequence[Mapping[str, Any]]) -> list[str]:
                 one["title"],
                 in_words(one["seconds"]) + mark,
                 f"{in_words(ends['low_s'])} to {in_words(ends['high_s'])}" if ends else "",
-                f"{one['ratio']:.2f}" if "ratio" in one else "1",
+                f"{one['ratio']:.2f}" if "ratio" in one else "1" if has_ratios else "",
                 "{:.2f} to {:.2f}".format(*one["ratio_interval"]) if "ratio_interval" in one else "",
                 f"{one['tokens_per_s']:,.0f}",
                 f"{one['idle']:.0%}",
