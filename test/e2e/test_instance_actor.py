@@ -65,6 +65,8 @@ def test_a_run_is_answered_by_instances_on_two_nodes_and_leaves_nothing_there(
     assert [one["custom_id"] for one in done.output] == [line["custom_id"] for line in lines]
     tokens = [one["response"]["body"]["usage"]["completion_tokens"] for one in done.output]
     assert tokens == [line["body"]["max_tokens"] for line in lines]
+    counters = done.manifest["engine"]["counters"]
+    assert (counters["sequences_finished"], counters["generated_tokens"]) == (len(lines), sum(tokens))
     assert [(one["name"], one["cores"]) for one in done.manifest["plan"]["instances"]] == [("i1", 1), ("i2", 1)]
     assert not ray.util.list_named_actors(all_namespaces=True)
     assert not list((tmp_path / "tmp").iterdir())
