@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sgl_batch.cli.run.options import STDIN, RunOptions, check_paths, parse_run_options, run_flags
-from sgl_batch.cli.run.stop_signals import StopSignals, signals_restored
+from sgl_batch.cli.run.stop_signals import NotedInterrupt, StopSignals, signals_restored
 from sgl_batch.core.decode_choice import MEASURE
 from sgl_batch.core.start_choices import line_of
 from sgl_batch.errors import ConfigError, SglBatchError
@@ -49,6 +49,8 @@ from sgl_batch.planner.schedule import Prediction
 from sgl_batch.planner.workload import Workload
 
 logger = logging.getLogger(__name__)
+
+_INTERRUPTED = "interrupted before the first line; nothing has run"
 
 
 class BatchEngine(Protocol):
@@ -118,20 +120,34 @@ def _prepare(options: RunOptions) -> PrepareEngine:
     return prepare
 
 
+def _interruptible(prepare: PrepareEngine, interrupt: NotedInterrupt) -> PrepareEngine:
+    """Return `prepare`, with a Ctrl-C that its imports swallowed raised behind them."""
+
+    def prepared(engine_argv: Sequence[str], workload: Estimate) -> StartEngine:
+        start = prepare(engine_argv, workload)
+        interrupt.check()
+        return start
+
+    return prepared
+
+
 def run_command(argv: Sequence[str], prepare_engine: PrepareEngine | None = None) -> int:
     """Run the command. Return its exit code. `prepare_engine`: another than the one that the flags ask for."""
+    interrupt = NotedInterrupt()
     try:
         options = parse_run_options(argv)
         check_paths(options)
-        with signals_restored():
-            return _Run(options, argv).run(prepare_engine or _prepare(options))
+        with interrupt, signals_restored():
+            return _Run(options, argv).run(_interruptible(prepare_engine or _prepare(options), interrupt))
     except ConfigError as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
-        return _complain("interrupted before the first line; nothing has run", 130)
+        return _complain(_INTERRUPTED, 130)
     except SglBatchError as error:
         return _complain(str(error), 3)
     except Exception:
+        if interrupt.was_pressed:
+            return _complain(_INTERRUPTED, 130)
         # Python's own exit code for this is 1, which means bad usage here.
         logger.exception("the run ended by a fault of the program")
         return 3

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEEP_EVERY_S = 1.0
@@ -21,6 +22,33 @@ def signals_restored() -> Iterator[None]:
         for one, handler in before.items():
             if handler is not None:  # None: installed by something other than Python
                 signal.signal(one, handler)
+
+
+class NotedInterrupt:
+    """Raises KeyboardInterrupt for Ctrl-C, as Python does, and notes it: imports swallow it, or fail by it otherwise.
+
+    `was_pressed`: whether Ctrl-C was pressed inside the context, and no later handler took it.
+    """
+
+    def __init__(self) -> None:
+        self.was_pressed = False
+
+    def __enter__(self) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._pressed)
+
+    def __exit__(self, *error: object) -> None:
+        if signal.getsignal(signal.SIGINT) == self._pressed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def check(self) -> None:
+        """Raise a KeyboardInterrupt that was swallowed."""
+        if self.was_pressed:
+            raise KeyboardInterrupt
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        self.was_pressed = True
+        raise KeyboardInterrupt
 
 
 class StopSignals:

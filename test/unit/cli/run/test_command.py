@@ -62,6 +62,31 @@ class JobFiles:
         return sorted(path.name for path in self.directory.iterdir())
 
 
+def swallowed(error):
+    """Return an import that Ctrl-C breaks, and that tells nobody, or raises an error of its own."""
+
+    def prepare(argv, workload):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if error is not None:
+                raise error from None
+        return prepare_in_memory(argv, workload)
+
+    return prepare
+
+
+@pytest.mark.parametrize("error", [None, ImportError("cannot load module more than once per process")])
+def test_an_interrupt_that_an_import_swallows_ends_the_run_in_a_line(job, capsys, error):
+    job.write("a")
+    assert run_command(job.argv("--progress", "plain"), swallowed(error)) == 130
+    said = capsys.readouterr().err
+    assert said.endswith("sgl-batch run: error: interrupted before the first line; nothing has run\n")
+    assert "Traceback" not in said
+    assert job.names == ["in.jsonl"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_good_run_exits_0_and_leaves_output_and_manifest_only(job, capsys):
     job.write("a", "b", "c")
     assert job.run() == 0
