@@ -209,6 +209,15 @@ def test_refusals_name_the_fault_the_server_and_a_remedy(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_base_url_without_a_path_is_that_of_the_api(
+    server: Running, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    assert server.url.endswith("/v1")
+    assert jobs_command(["list", "--base-url", server.url.removesuffix("/v1") + end]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

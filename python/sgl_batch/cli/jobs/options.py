@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sgl_batch.cli.run.options import UsageParser, add_table_flags
 from sgl_batch.errors import ConfigError
@@ -84,6 +85,8 @@ def parse_jobs_options(argv: Sequence[str]) -> argparse.Namespace:
     args.api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
     if not args.base_url.startswith(("http://", "https://")):
         raise ConfigError(f"the base URL {args.base_url} is not a web address; give one like {DEFAULT_BASE_URL}")
+    if not urlsplit(args.base_url).path.strip("/"):
+        args.base_url = args.base_url.rstrip("/") + "/v1"  # what is left out most often
     if "id" in args and not _ID.fullmatch(args.id):
         raise ConfigError(f"{args.id!r} is not the id of a job; `sgl-batch jobs list` shows the ids")
     if "price_per_hour" in args:
