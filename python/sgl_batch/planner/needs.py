@@ -195,7 +195,7 @@ def fit(model: Model, config: BatchConfig, target: Target) -> Fit:
     if on_device == 0:
         lacks = (
             f"pages of KV get {format_bytes(pages)}, and a sequence of {target.length:,} tokens takes "
-            f"{format_bytes(a_sequence * page_bytes)}; raise --device-memory, or lower --max-model-len"
+            f"{format_bytes(a_sequence * page_bytes)}; raise --device-memory, or lower --context-length"
         )
     return Fit(uses=uses, pages=pages, lacks=lacks, on_device=on_device, in_store=in_store)
 

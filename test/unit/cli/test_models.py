@@ -143,7 +143,7 @@ def test_sequences_longer_than_the_device_holds_do_not_run(capsys, large):
     argv = ["--model", str(large), "--device", "gpu", "--device-memory", "28G", "--b-moe-decode", "4"]
     assert to_message(capsys, *argv)[0] == 0
     with_config(large, max_position_embeddings=1_000_000)
-    code, report = to_message(capsys, *argv, "--max-model-len", "1000000")
+    code, report = to_message(capsys, *argv, "--context-length", "1000000")
     assert code == 1
     assert "a sequence of 1,000,000 tokens takes" in report["why"]
 
@@ -186,7 +186,7 @@ def test_what_would_be_refused_at_the_start_is_refused_with_the_same_words(capsy
             r"a layer take 1\.12 MiB: raise --weight-memory",
         ),
         (["--cpu-weight-dtype", "lossless12", "--dtype", "float32"], "experts of bfloat16, and its are float32"),
-        (["--max-model-len", "4097"], "--max-model-len: 4,097 tokens, and a sequence of this model has at most 4,096"),
+        (["--max-model-len", "4097"], "--context-length: 4,097 tokens, and a sequence of this model has at most 4,096"),
         (["--device-memory", "1000T"], "more than the machine has"),
     ],
 )
@@ -205,7 +205,7 @@ def test_another_machine_has_memory_of_its_own(capsys):
 def test_a_stretched_context_is_as_long_as_sglang_makes_it(capsys, tmp_path, kind, most):
     copied = Path(shutil.copytree(TINY, tmp_path / "model"))
     model = with_config(copied, rope_scaling={"rope_type": kind, "factor": 4.0})
-    argv = ["--model", model, "--device", "cpu", "--max-model-len"]
+    argv = ["--model", model, "--device", "cpu", "--context-length"]
     assert to_message(capsys, *argv, str(most))[0] == 0
     code, report = to_message(capsys, *argv, str(most + 1))
     assert (code, f"has at most {most:,}" in report["why"]) == (1, True)

@@ -32,7 +32,7 @@ that it takes of a device by use, and how many sequences fit on the device and i
 only config.json and the headers of the safetensors files. It loads no weights, starts nothing, and takes a second.
 
   sgl-batch check --model ./my-moe
-  sgl-batch check --model ./my-moe --device gpu --device-memory 80G --max-model-len 8192 --kv-store-bytes 200G
+  sgl-batch check --model ./my-moe --device gpu --device-memory 80G --context-length 8192 --kv-store-bytes 200G
   sgl-batch check --model ./my-moe --device-memory 16G --weights streamed --json
 
 Flags mean what they mean for `sgl-batch run`. Working memory is an upper bound. On a GPU, the memory of CUDA and its
@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         help="number type of weights and KV (default: the model's; float16 where that is float32)",
     )
     parser.add_argument(
-        "--max-model-len",
         "--context-length",
+        "--max-model-len",
         dest="length",
         type=int,
         metavar="TOKENS",
@@ -124,7 +124,7 @@ def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
     tensors = tensors_of(directory, int(text.get("num_hidden_layers") or 0))
     model = Model(config=text, tensors=tensors, dtype=dtype)
     check_asked(model, config, page_size=args.page_size, here=device in (CPU, _device_here()))
-    check_context(text, args.length or 0, "--max-model-len")
+    check_context(text, args.length or 0, "--context-length")
     target = Target(device=device, budget=_budget(config, device), page_size=args.page_size, length=_length(args, text))
     streamable = method is None and any(one.is_streamable for one in tensors)
     return {
@@ -167,7 +167,7 @@ def _fitted(found: Fit) -> dict[str, Any]:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    for flag, value in (("--page-size", args.page_size), ("--max-model-len", args.length)):
+    for flag, value in (("--page-size", args.page_size), ("--context-length", args.length)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} is {value}; it must be at least 1")
 
