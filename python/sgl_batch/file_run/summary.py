@@ -11,6 +11,9 @@ from sgl_batch.jobs.progress_display import duration
 
 SHOWN_FAILURE_CODES = 8
 
+# A part of less of the time is not shown.
+_SHARE_SHOWN = 0.0005
+
 
 def format_summary(result: RunResult) -> str:
     """Return the summary as several lines for a terminal."""
@@ -156,7 +159,8 @@ def _time_table(stats: EngineStats) -> list[str]:
         return []
     lines = ["Where the time went:"]
     for part, seconds in sorted(stats.part_s.items(), key=lambda item: -item[1]):
-        lines.append(f"  {part:<12} {seconds:>10.2f} s  {100 * seconds / total_s:>5.1f}%")
+        if seconds / total_s >= _SHARE_SHOWN:
+            lines.append(f"  {part:<12} {seconds:>10.2f} s  {100 * seconds / total_s:>5.1f}%")
     return lines
 
 

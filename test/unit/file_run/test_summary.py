@@ -37,11 +37,12 @@ def test_the_summary_names_the_forward_pass():
 
 
 def test_the_summary_shows_the_time_by_part_longest_first():
-    stats = EngineStats(part_s={"attention": 10.0, "experts": 30.0})
+    stats = EngineStats(part_s={"attention": 10.0, "exchange": 0.0, "weights": 0.01, "experts": 30.0})
     lines = format_summary(result(stats=stats)).splitlines()
     start = lines.index("Where the time went:")
     assert lines[start + 1].split() == ["experts", "30.00", "s", "75.0%"]
     assert lines[start + 2].split() == ["attention", "10.00", "s", "25.0%"]
+    assert not any(name in format_summary(result(stats=stats)) for name in ("exchange", "weights"))
 
 
 def test_the_summary_shows_tokens_per_expert_call_and_imbalance():
