@@ -126,6 +126,8 @@ def test_a_run_is_stopped_and_drawn(capsys, tmp_path):
         (("--calibrate", "cells.csv"), "--calibrate is for clusters"),
         (("--kv-store-bytes", "much"), "kv_store_bytes is 'much'"),
         (("--workload", "64"), "PROMPT:OUTPUT"),
+        (("--workload", "8000:100"), "the longest request of the batch: 8,100 tokens"),
+        (("--kv-store-bytes", "1000"), "raise --kv-store-bytes"),
     ],
 )
 def test_mistakes_are_one_line(capsys, argv, said):

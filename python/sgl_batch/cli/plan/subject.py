@@ -42,10 +42,15 @@ def read_subject(args: argparse.Namespace, config: BatchConfig) -> Subject:
     on_sheet = args.hardware.lower() != HERE
     weight_dtype = config.forward.cpu_weight_dtype
     subject = subject_of(args.model, _workload(args), dtype=args.dtype, weight_dtype=weight_dtype, on_sheet=on_sheet)
+    check_subject(subject, config, on_sheet=on_sheet)
+    return subject
+
+
+def check_subject(subject: Subject, config: BatchConfig, *, on_sheet: bool = False) -> None:
+    """Raise ConfigError for what no run takes: a model, a batch and settings. `on_sheet`: as in `subject_of`."""
     check_weights(config.forward, config.memory, on_cpu=not on_sheet)
     check_asked(subject.model, config, page_size=PAGE_SIZE, here=not on_sheet)
     check_context(subject.body, subject.workload.longest, "the longest request of the batch")
-    return subject
 
 
 def subject_of(name: str, workload: Workload, *, dtype: str, weight_dtype: str, on_sheet: bool = False) -> Subject:

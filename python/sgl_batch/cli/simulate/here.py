@@ -12,7 +12,7 @@ from typing import Any
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.cli.plan.predictor import Predictor, predictor_here
 from sgl_batch.cli.plan.report import MEASURED
-from sgl_batch.cli.plan.subject import subject_of
+from sgl_batch.cli.plan.subject import check_subject, subject_of
 from sgl_batch.cli.simulate.options import HERE_FLAGS
 from sgl_batch.cli.simulate.report import COUNTED, MODELLED, account_message, workload_message
 from sgl_batch.cli.simulate.subject import read_requests
@@ -73,6 +73,7 @@ def read_here(args: argparse.Namespace) -> HereSubject:
     batch = Workload(requests=[Request(*pair) for pair in pairs], count=len(requests))
     config = from_mapping({name: getattr(args, name) for name in HERE_FLAGS})
     subject = subject_of(args.model, batch, dtype="auto", weight_dtype=config.forward.cpu_weight_dtype)
+    check_subject(subject, config)
     profile = profile_that_holds(
         subject.directory,
         dtype=subject.dtype,
