@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=8000, help="of W4: how many there are; more than end")
     parser.add_argument("--record", type=Path, default=Path("published_workloads.json"), help="where results go")
     args = parser.parse_args()
-    wanted, rows, record = {word for word in args.only.upper().split(",") if word}, [], []
+    wanted, rows, record = {word.strip() for word in args.only.upper().split(",") if word.strip()}, [], []
     groups = {case.group for case in cases(args)}
     if not wanted <= groups:
         parser.error(f"--only is {args.only}; there are {', '.join(sorted(groups))}")

@@ -14,6 +14,11 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.managers.rank_callbacks import find_callback
 
 _MOST_SHOWN = 10
+_Kinds = dict[str, type | tuple[type, ...]]
+# The fields by which lines of a trace are told from others (managers/trace.py).
+_NUMBER = (int, float)
+_OF_A_CHANGE: _Kinds = {"t": _NUMBER, "sequence": str, "from": str, "to": str, "why": str}
+_OF_A_DECISION: _Kinds = {"engine": _NUMBER, "rank": _NUMBER, "version": int, "decision": str}
 
 _DESCRIPTION = """\
 Print each change of a sequence's state: when it happened, from which state to which, and why.
@@ -47,8 +52,11 @@ def trace_command(argv: Sequence[str]) -> int:
         return 1
     if args.replay:
         return _replay(events)
-    events = [event for event in events if "sequence" in event]
+    events = [event for event in events if not _is_decision(event)]
     chosen = [event for event in events if event["sequence"].startswith(args.sequence)]
+    if not events:
+        sys.stderr.write(f"sgl-batch trace: error: {args.file} holds no sequence, but decisions; see --replay\n")
+        return 1
     if not chosen:
         sys.stderr.write(
             f"sgl-batch trace: error: no sequence in {args.file} begins with {args.sequence!r}; "
@@ -71,7 +79,9 @@ def _read(file: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     events = [_event(line, f"line {number:,} of {file}") for number, line in enumerate(lines, 1)]
-    if rest:
+    if rest and (last := _parsed(rest)) is not None:
+        events.append(last)
+    elif rest:
         sys.stderr.write(f"sgl-batch trace: the last line of {file} is not whole, and is left out\n")
     if not events:
         raise ConfigError(f"{file} holds no line of a trace; name a file written with --trace-file")
@@ -79,13 +89,27 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 def _event(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except ValueError:  # a UnicodeDecodeError too
-        event = None
-    if not isinstance(event, dict) or not ("sequence" in event or "decision" in event):
+    event = _parsed(line)
+    if event is None:
         raise ConfigError(f"{place} is not of a trace; name a file written with --trace-file")
     return event
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Return what a whole line of a trace holds; None for any other line."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):  # a UnicodeDecodeError too
+        return None
+    if not isinstance(event, dict):
+        return None
+    kinds = _OF_A_DECISION if _is_decision(event) else _OF_A_CHANGE
+    return event if all(isinstance(event.get(name), kind) for name, kind in kinds.items()) else None
+
+
+def _is_decision(event: dict[str, Any]) -> bool:
+    """Return whether an event is a decision, which may have a sequence too; others are changes of state."""
+    return "decision" in event
 
 
 def _replay(events: list[dict[str, Any]]) -> int:

@@ -13,6 +13,10 @@ DEFAULT, DEFAULT_OUTPUT = "128:128x256", 128
 _COUNT = 256
 _SPEC = re.compile(r"(\d+):(\d+)(?:x(\d+))?", re.ASCII)
 _MOST_COUNT, _MOST_LISTED = 100_000_000, 1_000_000
+_MOST_TOKENS = 1_000_000_000
+_TOO_LONG = f"a prompt and an output have at most {_MOST_TOKENS:,} tokens each, give less"
+# A number of more digits is above every limit; Python reads no more than 4,300.
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,14 @@ def parse_workload(text: str) -> Workload:
     kinds: list[tuple[Request, int]] = []
     for part in text.split(","):
         found = _SPEC.fullmatch(part.strip())
-        prompt, output, count = (int(number or _COUNT) for number in found.groups()) if found else (0, 0, 0)
+        prompt, output, count = (_number(number or str(_COUNT)) for number in found.groups()) if found else (0, 0, 0)
         if not (prompt and output and count):
             raise ConfigError(
                 f"--workload is {text!r}; it takes PROMPT:OUTPUTxCOUNT, as in 128:32x256 (256 requests of 128 prompt "
                 "and 32 output tokens), each at least 1, or several behind commas"
             )
+        if max(prompt, output) > _MOST_TOKENS:
+            raise ConfigError(f"--workload is {text!r}; {_TOO_LONG}")
         kinds.append((Request(prompt, output), count))
     count = sum(number for _, number in kinds)
     # Each request is followed by itself, where they are few enough.
@@ -77,17 +83,24 @@ def parse_lengths(lines: Iterable[str], name: str) -> Workload:
         words = line.partition("#")[0].replace(",", " ").split()
         if not words:
             continue
-        if len(words) != 2 or not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        numbers = [_number(word) for word in words if word.isascii() and word.isdigit()]
+        if len(words) != 2 or len(numbers) != 2 or not all(numbers):
             raise ConfigError(
                 f"line {number} of {name} is {line.strip()!r}; each line takes the tokens of a prompt and of its "
                 "output, as in: 128 32"
             )
-        requests.append(Request(int(words[0]), int(words[1])))
+        if max(numbers) > _MOST_TOKENS:
+            raise ConfigError(f"line {number} of {name} is {line.strip()!r}; {_TOO_LONG}")
+        requests.append(Request(*numbers))
         if len(requests) > _MOST_LISTED:
             raise ConfigError(f"{name} has more than {_MOST_LISTED:,} requests; give a sample of them")
     if not requests:
         raise ConfigError(f"{name} has no lengths; each line takes the tokens of a prompt and of its output")
     return Workload(requests=requests, count=len(requests))
+
+
+def _number(digits: str) -> int:
+    return int(digits) if len(digits) <= _MOST_DIGITS else 10**_MOST_DIGITS
 
 
 def followed(workload: Workload, most: int) -> Workload:

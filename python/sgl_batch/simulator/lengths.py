@@ -15,7 +15,7 @@ _SEED = 0
 def requests_like(workload: Workload, count: int, *, cv: float = 0.0) -> Requests:
     """Return so many requests of a workload, in its order and again from its first.
 
-    Fewer than the workload has are spaced evenly over it, so that they have its mix.
+    Those that are not all of it, but a part, are spaced evenly by length, so that they have its mix.
 
     `cv`: the standard deviation of lengths over their mean. Prompts and outputs are each multiplied by a number from a
     log-normal distribution of mean 1, independently, always by the same ones.
@@ -23,12 +23,19 @@ def requests_like(workload: Workload, count: int, *, cv: float = 0.0) -> Request
     Each sequence may generate as many tokens as the longest of all: users give a batch one limit.
     """
     lengths = np.array([(one.prompt, one.output) for one in workload.requests], dtype=np.int64)
-    numbers = np.arange(count)
-    lengths = lengths[numbers * len(lengths) // count if count < len(lengths) else numbers % len(lengths)]
+    times, rest = divmod(count, len(lengths))
+    lengths = np.concatenate([np.tile(lengths, (times, 1)), lengths[_mixed(lengths, rest)]])
     if cv:
         lengths = _spread(lengths, cv)
     outputs = lengths[:, 1]
     return Requests(prompts=lengths[:, 0], outputs=outputs, most=np.full(count, outputs.max(), dtype=np.int64))
+
+
+def _mixed(lengths: Numbers, count: int) -> Numbers:
+    """Return the numbers of so many requests that are spaced evenly by length, in their order."""
+    by_length = np.lexsort((lengths[:, 0], lengths[:, 1]))
+    ranks = ((2 * np.arange(count) + 1) * len(lengths) - 1) // (2 * max(count, 1))
+    return np.sort(by_length[ranks])
 
 
 def _spread(lengths: Numbers, cv: float) -> Numbers:

@@ -86,12 +86,26 @@ def test_lengths_are_spread_or_taken_from_a_file(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("batch", [["--workload", "600:60x75,60:6x25"], ["--lengths", "FILE"]])
-def test_fewer_requests_than_a_batch_has_keep_its_mix(capsys, tmp_path, batch):
+@pytest.mark.parametrize("number", [20, 120])
+def test_fewer_or_more_requests_than_a_batch_has_keep_its_mix(capsys, tmp_path, batch, number):
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("600 60\n" * 75 + "60 6\n" * 25)
     argv = [str(lengths) if one == "FILE" else one for one in batch]
-    _, message = to_message(capsys, *ONE[:4], *ONE[6:], *argv, "--num", 20)
-    assert message["workload"]["prompt_tokens"] == 15 * 600 + 5 * 60
+    _, message = to_message(capsys, *ONE[:4], *ONE[6:], *argv, "--num", number)
+    assert message["workload"]["prompt_tokens"] == number * (3 * 600 + 60) // 4
+
+
+@pytest.mark.parametrize("number", [20, 60])
+def test_a_batch_keeps_its_mix_in_whatever_order_its_lengths_are(capsys, tmp_path, number):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("600 60\n600 60\n600 60\n60 6\n" * 10)
+    _, message = to_message(capsys, *ONE[:4], *ONE[6:], "--lengths", lengths, "--num", number)
+    assert message["workload"]["prompt_tokens"] == number * (3 * 600 + 60) // 4
+
+
+def test_a_batch_that_is_too_large_is_named_by_the_flag_that_gives_its_size(capsys):
+    said = error_of(capsys, *ONE, "--workload", "600:60x2000000")
+    assert "--workload is 600:60x2000000, of 2,000,000 requests; give at most 1,000,000" in said
 
 
 @pytest.mark.parametrize("workload", ["1:1", "4:4"])

@@ -9,6 +9,8 @@ import pytest
 
 from sgl_batch.cli.main import main
 
+CHANGE = b'{"t": 1.5, "sequence": "a", "from": "QUEUED", "to": "FINISHED", "why": "done"}\n'
+
 
 @pytest.fixture
 def trace_file(tmp_path: Path) -> Path:
@@ -110,11 +112,44 @@ def test_half_of_a_last_line_is_left_out_and_the_rest_is_read(
     assert "is not whole, and is left out" in again.err
 
 
+def test_a_whole_last_line_is_read_without_its_line_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trace.jsonl").write_bytes(CHANGE.rstrip())
+    assert main(["trace", str(tmp_path / "trace.jsonl")]) == 0
+    assert capsys.readouterr() == ("a  QUEUED > FINISHED\n", "")
+
+
+def test_the_decision_about_an_arrival_is_no_change_of_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrival = {
+        "t": 1.0,
+        "engine": 1.0,
+        "rank": 0,
+        "version": 8,
+        "decision": "arrival",
+        "sequence": {"sequence_id": "a"},
+    }
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps(arrival) + "\n")
+    assert main(["trace", str(trace)]) == 1
+    assert "holds no sequence" in capsys.readouterr().err
+    trace.write_bytes(trace.read_bytes() + CHANGE)
+    assert main(["trace", str(trace)]) == 0
+    assert capsys.readouterr().out == "a  QUEUED > FINISHED\n"
+
+
 @pytest.mark.parametrize("argv", [[], ["--replay"]])
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"sequence": "a"}\n{"custom_id": "a"}\n', "line 2 of"),
+        (CHANGE + b'{"custom_id": "a"}\n', "line 2 of"),
+        (b'{"sequence": "ACGT"}\n', "line 1 of"),
+        (CHANGE.replace(b'"a"', b"7"), "line 1 of"),
+        (CHANGE.replace(b"1.5", b'"late"'), "line 1 of"),
+        (b'{"decision": "next"}\n', "line 1 of"),
+        (b'{"decision": "next", "version": 8, "engine": {}, "rank": 0}\n', "line 1 of"),
+        (b"[" * 100_000 + b"\n", "line 1 of"),
+        (b"9" * 5_000 + b"\n", "line 1 of"),
         (b"\x80\xff\n", "line 1 of"),
         (b"[1]\n", "line 1 of"),
         (b"", "holds no line of a trace"),

@@ -44,6 +44,14 @@ def test_a_batch_too_large_to_follow_is_refused(text, words):
         parse_workload(text)
 
 
+@pytest.mark.parametrize("number", ["1000000001", "9" * 20, "9" * 5000])
+def test_a_sequence_of_more_tokens_than_any_has_is_refused(number):
+    with pytest.raises(ConfigError, match="at most 1,000,000,000"):
+        parse_workload(f"8:8,1:{number}")
+    with pytest.raises(ConfigError, match=r"line 2 .*at most 1,000,000,000"):
+        parse_lengths(["8 8", f"{number} 1"], "lengths.txt")
+
+
 def test_a_file_of_too_many_lengths_is_refused():
     with pytest.raises(ConfigError, match="more than 1,000,000 requests; give a sample"):
         parse_lengths(itertools.repeat("1 1"), "endless")

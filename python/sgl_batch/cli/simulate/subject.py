@@ -61,6 +61,11 @@ def read_requests(args: argparse.Namespace, *, workload: str, num: int) -> tuple
     """
     batch, spread = _workload(args, workload)
     count = args.num if args.num is not None else _count(args, batch, num)
+    if args.num is None and count > _MOST_NUM:
+        raise ConfigError(
+            f"--workload is {args.workload}, of {count:,} requests; give at most {_MOST_NUM:,}, or fewer of the same "
+            "mix with --num"
+        )
     if not 1 <= count <= _MOST_NUM:
         raise ConfigError(f"--num is {count}; it takes 1 to {_MOST_NUM:,} requests")
     return requests_like(batch, count, cv=spread), spread
