@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sgl_batch.cli.run.options import UsageParser
 from sgl_batch.core.replay import ReplayError, replay_trace
 from sgl_batch.errors import ConfigError
 from sgl_batch.managers.rank_callbacks import find_callback
@@ -34,7 +35,7 @@ first choice. Without ID, the states of every sequence are listed, one sequence 
 
 def trace_command(argv: Sequence[str]) -> int:
     """Run the command. Return its exit code: 1 where the file or the sequence does not exist."""
-    parser = argparse.ArgumentParser(
+    parser = UsageParser(
         prog="sgl-batch trace", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="file written with --trace-file")

@@ -223,6 +223,7 @@ def test_a_base_url_without_a_path_is_that_of_the_api(
     [
         (["get", "../files"], "is not the id of a job"),
         (["submit", "none.jsonl"], "does not exist"),
+        (["submit", "-", "--body", '{"max_tokens": 2}'], "--body makes requests of the rows of a table"),
         (["submit", "{}", "--metadata", "x"], "give KEY=VALUE"),
         (["list", "--limit", "0"], "at least 1"),
         (["list", "--base-url", "localhost:30000"], "not a web address"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sgl_batch.cli.run.options import UsageParser, add_table_flags
+from sgl_batch.cli.run.options import UsageParser, add_table_flags, check_no_rows, row_rules
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.cost import add_price_flag, parse_price
 from sgl_batch.jobs.tables.sources import check_table, is_table
@@ -97,8 +97,11 @@ def parse_jobs_options(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"--limit is {args.limit}; it must be at least 1")
     if args.command in ("submit", "continue") and args.output == STDOUT:
         raise ConfigError("-o cannot be - here: standard output gets the job's id; name a file")
-    if args.command == "submit" and args.file != STDIN:
-        _check_readable(Path(args.file))
+    if args.command == "submit":
+        if args.file != STDIN:
+            _check_readable(Path(args.file))
+        if args.file == STDIN or not is_table(Path(args.file)):
+            check_no_rows(row_rules(args, ""), args.file)
     return args
 
 

@@ -127,6 +127,8 @@ def parse_run_options(argv: Sequence[str]) -> RunOptions:
     if (args.retry_failed or args.force) and not args.resume:
         raise ConfigError("--retry-failed and --force need --resume; give it too")
     output = Path(args.output)
+    if not output.name:
+        raise ConfigError(f"the output {args.output!r} names no file; give one, as in -o out.jsonl")
     table = TableOutput(table=output) if is_table_name(output) else None
     if table is not None and args.errors:
         raise ConfigError(f"--errors is {args.errors}, but failed lines are rows of the table {output}; leave it out")
@@ -175,6 +177,17 @@ def row_rules(args: argparse.Namespace, model: str) -> RowRules:
     )
 
 
+def check_no_rows(rows: RowRules, name: str) -> None:
+    """Raise ConfigError for flags that make requests of a table's rows, where the input `name` is no table."""
+    flags = {"--chat-column": rows.chat_column, "--prompt-column": rows.prompt_column, "--id-column": rows.id_column}
+    for flag, value in {**flags, "--body": rows.body}.items():
+        if value:
+            raise ConfigError(
+                f"{flag} makes requests of the rows of a table, and {name} is none, by its content; its lines are "
+                f"whole requests: leave {flag} out"
+            )
+
+
 def check_paths(options: RunOptions) -> None:
     """Raise ConfigError for files that are missing, exist already or cannot be written, before the slow part."""
     source = Path(options.input)
@@ -186,6 +199,8 @@ def check_paths(options: RunOptions) -> None:
         raise ConfigError("the output cannot be - (standard output): a manifest is written beside it; name a file")
     if options.input != STDIN and is_table(source):
         check_table(source)
+    else:
+        check_no_rows(options.rows, options.input)
     if options.table is not None:
         need_pyarrow(f"writing the table {options.table.table}")
     _check_targets(options, source)

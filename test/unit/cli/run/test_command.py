@@ -335,8 +335,7 @@ def test_a_price_that_is_none_is_refused_in_one_line(job, capsys):
 
 def test_the_resume_command_is_shortened_and_replaces_nothing(job, capsys):
     job.write("a", "die")
-    body = json.dumps({"stop": ["x" * 300]})
-    assert job.run("--overwrite", "--body", body) == 3
+    assert job.run("--overwrite", "--spool-dir", str(job.directory) + "/." * 150) == 3
     last = capsys.readouterr().err.splitlines()[-1]
     files = shlex.join(job.argv())
     assert last.endswith(f"Go on with: sgl-batch run {files} ... --resume (all flags as before)")

@@ -127,3 +127,28 @@ def test_a_model_path_that_does_not_exist_is_named_but_a_hub_name_is_not(source)
 
 def test_a_spool_directory_must_exist(source, tmp_path):
     refused(parse(source, "--spool-dir", str(tmp_path / "none")), "--spool-dir")
+
+
+@pytest.mark.parametrize("output", [".", "/", ""])
+def test_an_output_names_a_file(source, output):
+    argv = ["-i", str(source), "-o", output, "--model", "org/moe"]
+    with pytest.raises(ConfigError, match="names no file"):
+        parse_run_options(argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--body", '{"max_tokens": 2}'),
+        ("--chat-column", "question"),
+        ("--prompt-column", "question"),
+        ("--id-column", "key"),
+    ],
+)
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "-"])
+def test_flags_for_rows_are_refused_for_what_is_no_table(source, name, argv):
+    source.with_name("in.parquet").write_text("{}\n")
+    given = name if name == "-" else source.with_name(name)
+    options = parse(given, *argv, output=source.with_name("out.jsonl"))
+    with pytest.raises(ConfigError, match=f"^{argv[0]} makes requests of the rows of a table"):
+        check_paths(options)

@@ -32,7 +32,8 @@ class Job:
 
     def run(self, *more: str, output: str = "out.parquet") -> int:
         argv = ["-i", str(self.input), "-o", str(self.directory / output), "--model", "tiny", "--progress", "off"]
-        return run_command([*argv, "--body", '{"max_tokens": 4}', *more], prepare_in_memory)
+        body = ["--body", '{"max_tokens": 4}'] if self.input.suffix == ".parquet" else []
+        return run_command([*argv, *body, *more], prepare_in_memory)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
