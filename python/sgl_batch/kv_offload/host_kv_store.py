@@ -26,6 +26,7 @@ from sgl_batch.kv_offload.rank_process import is_running, process_start
 from sgl_batch.kv_offload.store_errors import StoreFault, faults
 from sgl_batch.kv_offload.store_files import StoreFiles, path_for_others
 from sgl_batch.kv_offload.store_geometry import StoreGeometry
+from sgl_batch.memory.free_memory import machine_bytes
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -133,7 +134,7 @@ class HostKVStore:
                 f"a host KV store of {num_bytes} bytes (--kv-store-bytes) holds no page: one takes "
                 f"{geometry.block_bytes} bytes in all {geometry.num_layers} layers; name a larger store"
             )
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory_bytes = machine_bytes()
         if directory is None and num_bytes > memory_bytes:
             raise ConfigError(
                 f"a host KV store of {num_bytes} bytes (--kv-store-bytes) is larger than the machine's memory of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,11 @@ def give_back(tensor: torch.Tensor) -> None:
     Memory pages that the tensor shares with others stay. Only for anonymous memory, which torch allocates.
     """
     advise(tensor, mmap.MADV_DONTNEED)
+
+
+def machine_bytes() -> int:
+    """Return the bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def free_bytes(root: Path = _ROOT) -> int:

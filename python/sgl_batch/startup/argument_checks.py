@@ -5,13 +5,13 @@ SGLang takes such values and fails on them later, when everything is loaded. Wha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.config import MODEL_WEIGHTS, ForwardConfig, MemoryConfig, RankConfig
 from sgl_batch.errors import ConfigError
+from sgl_batch.memory.free_memory import machine_bytes
 
 _AT_LEAST_ONE = ("context_length", "max_running_requests", "max_total_tokens", "dp_size", "pp_size")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -88,7 +88,7 @@ def check_budgets(memory: MemoryConfig, *, on_cpu: bool, num_ranks: int) -> None
             f"kv_store_bytes is {format_bytes(store)}, more than host_memory ({format_bytes(memory.host_memory)}) "
             "allows; lower --kv-store-bytes, raise --host-memory, or name a directory for the store (--kv-store-dir)"
         )
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = machine_bytes()
     if on_cpu and memory.device_memory and num_ranks * memory.device_memory + store > machine:
         too = f" and a host KV store in memory ({format_bytes(store)})" if store else ""
         raise ConfigError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 from sgl_batch.byte_sizes import format_bytes
 from sgl_batch.config import BatchConfig, MemoryConfig
 from sgl_batch.core.model_numbers import number
 from sgl_batch.core.model_refusals import Config
 from sgl_batch.errors import ConfigError
+from sgl_batch.memory.free_memory import machine_bytes
 from sgl_batch.planner.needs import Model
 
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -54,7 +53,7 @@ def _check_store(memory: MemoryConfig, page_bytes: int, *, here: bool) -> None:
             f"kv_store_bytes is {format_bytes(memory.kv_store_bytes)}, and a page of KV takes "
             f"{format_bytes(page_bytes)} in all layers: raise --kv-store-bytes"
         )
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = machine_bytes()
     if here and memory.store_in_memory_bytes > machine:
         raise ConfigError(
             f"kv_store_bytes is {format_bytes(memory.store_in_memory_bytes)}, and this machine has "

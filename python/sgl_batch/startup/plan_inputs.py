@@ -6,7 +6,6 @@ start_plan decides.
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ from sgl_batch.core.model_numbers import number
 from sgl_batch.core.plan_rates import PlanRates
 from sgl_batch.core.supported_models import CPU
 from sgl_batch.errors import ConfigError
-from sgl_batch.memory.free_memory import free_bytes
+from sgl_batch.memory.free_memory import free_bytes, machine_bytes
 from sgl_batch.planner.candidate import Candidate
 from sgl_batch.planner.candidate_memory import CandidateMemory, remembered
 from sgl_batch.planner.needs import Target
@@ -193,13 +192,18 @@ def _context(model: PlannedModel, arguments: Mapping[str, object]) -> int:
     return max(asked or number(model.text.get, *CONTEXT_FIELDS, default=1 << 30), 2)
 
 
+def usual_budget() -> int:
+    """Return the bytes that SGLang gives an engine on this machine's CPU."""
+    return int(CPU_SHARE * machine_bytes())
+
+
 def _budget(config: BatchConfig, arguments: Mapping[str, object]) -> int:
     """Return the bytes for a process with its weights and KV: its budget, or what SGLang would give it."""
     if config.memory.device_memory:
         return int(_SURE_SHARE * config.memory.device_memory)
     asked = arguments.get("mem_fraction_static")
     share = asked if isinstance(asked, float) else CPU_SHARE
-    return int(min(share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _SURE_SHARE * free_bytes()))
+    return int(min(share * machine_bytes(), _SURE_SHARE * free_bytes()))
 
 
 def _count(arguments: Mapping[str, object], name: str) -> int | None:

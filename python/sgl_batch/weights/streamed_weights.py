@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +14,7 @@ from sgl_batch.core.weight_residency import WeightResidency, plan_residency, slo
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner
+from sgl_batch.memory.free_memory import machine_bytes
 from sgl_batch.memory.huge_pages import prefer_huge_pages
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.sglang_adapter.layers import expert_layers
@@ -47,7 +47,7 @@ def stream_experts(
     locations = found.locations
     slot_bytes = locations.expert_bytes // (locations.dtype.itemsize if int8 else 1)
     # Slots without an expert take no memory. Without a limit (--weight-memory), each pass decides how many to use.
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = machine_bytes()
     residency = found.plan(memory.weight_memory or machine, slot_bytes)
     slots = ExpertSlots(
         locations, _slot_tensors(locations, residency.slots, int8=int8), num_threads=memory.weight_read_threads

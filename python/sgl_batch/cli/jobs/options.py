@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sgl_batch.cli.run.options import UsageParser, add_table_flags, check_no_rows, row_rules
+from sgl_batch.cli.run.options import UsageParser, add_table_flags, check_rows, row_rules
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs.cost import add_price_flag, parse_price
-from sgl_batch.jobs.tables.sources import check_table, is_table
 
 DEFAULT_BASE_URL = "http://127.0.0.1:30000/v1"
 STDIN = STDOUT = "-"
@@ -100,8 +99,7 @@ def parse_jobs_options(argv: Sequence[str]) -> argparse.Namespace:
     if args.command == "submit":
         if args.file != STDIN:
             _check_readable(Path(args.file))
-        if args.file == STDIN or not is_table(Path(args.file)):
-            check_no_rows(row_rules(args, ""), args.file)
+        check_rows(row_rules(args, ""), args.file)
     return args
 
 
@@ -127,8 +125,6 @@ def _check_readable(path: Path) -> None:
         raise ConfigError(f"the input {path} does not exist")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"the input {path} cannot be read: permission denied")
-    if is_table(path):
-        check_table(path)
 
 
 def _metadata(pairs: Sequence[str], priority: int | None) -> dict[str, str] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from sgl_batch.planner.needs import Fit, Model, Target, fit, remedy
 from sgl_batch.startup.argument_checks import check_budgets, check_weights
 from sgl_batch.startup.fit_checks import check_asked, check_context
 from sgl_batch.startup.model_checks import check_any_device, check_this_device
-from sgl_batch.startup.plan_inputs import CPU_SHARE
+from sgl_batch.startup.plan_inputs import usual_budget
 
 FORMAT = "sgl_batch.check/1"
 _DESCRIPTION = """\
@@ -193,7 +192,7 @@ def _budget(config: BatchConfig, device: str) -> int:
     """Return how much memory may be used: --device-memory; on a CPU by default the share of it that an engine takes."""
     if config.memory.device_memory or device == GPU:
         return config.memory.device_memory
-    return int(CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return usual_budget()
 
 
 def _length(args: argparse.Namespace, text: Any) -> int:

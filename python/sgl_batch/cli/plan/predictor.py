@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,7 +25,7 @@ from sgl_batch.planner.search import Outcome, Planned, predict_candidate, search
 from sgl_batch.planner.sheet_costs import Assumptions, sheet_costs
 from sgl_batch.planner.workload import first_group
 from sgl_batch.startup.hardware import hardware
-from sgl_batch.startup.plan_inputs import CPU_SHARE, PAGE_SIZE
+from sgl_batch.startup.plan_inputs import PAGE_SIZE, usual_budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +206,7 @@ def _budget_here(config: BatchConfig, device: str) -> int:
         raise ConfigError(
             "--device-memory is not given, and the memory of a GPU is not read here: name it, as in 80G" + predicted
         )
-    return int(CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return usual_budget()
 
 
 def is_here(name: str) -> bool:

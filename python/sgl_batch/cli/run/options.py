@@ -177,8 +177,11 @@ def row_rules(args: argparse.Namespace, model: str) -> RowRules:
     )
 
 
-def check_no_rows(rows: RowRules, name: str) -> None:
-    """Raise ConfigError for flags that make requests of a table's rows, where the input `name` is no table."""
+def check_rows(rows: RowRules, name: str) -> None:
+    """Raise ConfigError for an input that is a table and cannot be read, or that is none and has flags for rows."""
+    if name != STDIN and is_table(Path(name)):
+        check_table(Path(name))
+        return
     flags = {"--chat-column": rows.chat_column, "--prompt-column": rows.prompt_column, "--id-column": rows.id_column}
     for flag, value in {**flags, "--body": rows.body}.items():
         if value:
@@ -197,10 +200,7 @@ def check_paths(options: RunOptions) -> None:
         raise ConfigError(f"the input {source} cannot be read: permission denied")
     if str(options.output) == "-":
         raise ConfigError("the output cannot be - (standard output): a manifest is written beside it; name a file")
-    if options.input != STDIN and is_table(source):
-        check_table(source)
-    else:
-        check_no_rows(options.rows, options.input)
+    check_rows(options.rows, options.input)
     if options.table is not None:
         need_pyarrow(f"writing the table {options.table.table}")
     _check_targets(options, source)
