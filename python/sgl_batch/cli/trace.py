@@ -48,21 +48,11 @@ def trace_command(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         events = _read(args.file)
-    except ConfigError as error:
+        if args.replay:
+            return _replay(events)
+        chosen = _chosen(events, args.file, args.sequence)
+    except (ConfigError, ReplayError) as error:
         sys.stderr.write(f"sgl-batch trace: error: {error}\n")
-        return 1
-    if args.replay:
-        return _replay(events)
-    events = [event for event in events if not _is_decision(event)]
-    chosen = [event for event in events if event["sequence"].startswith(args.sequence)]
-    if not events:
-        sys.stderr.write(f"sgl-batch trace: error: {args.file} holds no sequence, but decisions; see --replay\n")
-        return 1
-    if not chosen:
-        sys.stderr.write(
-            f"sgl-batch trace: error: no sequence in {args.file} begins with {args.sequence!r}; "
-            f"it holds {len({event['sequence'] for event in events})} sequences\n"
-        )
         return 1
     sys.stdout.write(_paths(chosen) if not args.sequence else _events(chosen))
     return 0
@@ -113,13 +103,21 @@ def _is_decision(event: dict[str, Any]) -> bool:
     return "decision" in event
 
 
+def _chosen(events: list[dict[str, Any]], file: Path, name: str) -> list[dict[str, Any]]:
+    """Return the changes of state of the sequences whose names begin with `name`. Raises ConfigError for none."""
+    changes = [event for event in events if not _is_decision(event)]
+    if not changes:
+        raise ConfigError(f"{file} holds no sequence, but decisions; see --replay")
+    chosen = [event for event in changes if event["sequence"].startswith(name)]
+    if not chosen:
+        held = len({event["sequence"] for event in changes})
+        raise ConfigError(f"no sequence in {file} begins with {name!r}; it holds {held} sequences")
+    return chosen
+
+
 def _replay(events: list[dict[str, Any]]) -> int:
-    """Make the decisions again. Return 2 if one differs, 1 if they cannot be made."""
-    try:
-        number, differences = replay_trace(events, find_callback)
-    except ReplayError as error:
-        sys.stderr.write(f"sgl-batch trace: error: {error}\n")
-        return 1
+    """Make the decisions again. Return 2 if one differs. Raises ReplayError where they cannot be made."""
+    number, differences = replay_trace(events, find_callback)
     for one in differences[:_MOST_SHOWN]:
         sys.stdout.write(f"decision {one.number}\n  recorded {one.recorded}\n  replayed {one.replayed}\n")
     sys.stdout.write(f"{number:,} decisions, {len(differences):,} differ\n")
