@@ -23,7 +23,12 @@ ODD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"input_embeds": [[0.5, 0.5]]}, "unsupported_field", "input_embeds"),
     ({"bootstrap_host": "127.0.0.1"}, "unsupported_field", "bootstrap_host"),
     ({"max_new_tokens": 5}, "unknown_field", "max_new_tokens"),
+    ({"max_token": 5}, "unknown_field", "max_token"),
     ({"seed": 1 << 64}, "invalid_value", "seed"),
+    ({"top_p": 2}, "invalid_value", "top_p"),
+    ({"min_tokens": 5, "max_tokens": 2}, "invalid_value", "min_tokens"),
+    ({"max_tokens": 1 << 20}, "context_length_exceeded", None),
+    ({"messages": [{"role": "robot", "content": "Say."}]}, "invalid_value", "messages.0.role"),
 ]
 HARMLESS = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "unknown_to_all": 5}
 

@@ -1,7 +1,7 @@
 """Decides which requests are let in: of users, of the administrator, and of web pages of other origins.
 
 A path that is not listed for users needs the administrator's key: SGLang's control and weight-update endpoints, and
-whatever a later SGLang adds.
+whatever a later SGLang adds. Where it is not one of those that are known, others are told that it does not exist.
 """
 
 from __future__ import annotations
@@ -30,7 +30,24 @@ _USER = frozenset(
         *("/api/chat", "/api/generate", "/api/tags", "/api/show"),
     }
 )
+_CONTROL = frozenset(
+    {
+        *("/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/freeze_gc", "/slow_down"),
+        *("/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_ipc"),
+        *("/update_weights_from_tensor", "/update_weight_version", "/init_weights_update_group"),
+        *("/destroy_weights_update_group", "/init_weights_send_group_for_remote_instance", "/get_weights_by_name"),
+        *("/send_weights_to_remote_instance", "/get_remote_instance_transfer_engine_info", "/weights_checker"),
+        *("/remote_instance_transfer_engine_info", "/load_lora_adapter", "/load_lora_adapter_from_tensors"),
+        *("/unload_lora_adapter", "/release_memory_occupation", "/resume_memory_occupation", "/open_session"),
+        *("/close_session", "/add_external_corpus", "/remove_external_corpus", "/list_external_corpora"),
+        *("/start_profile", "/stop_profile", "/configure_logging", "/set_trace_level", "/set_internal_state"),
+        *("/start_expert_distribution_record", "/stop_expert_distribution_record"),
+        *("/dump_expert_distribution_record", "/clear_hicache_storage_backend", "/hicache/storage-backend"),
+        *("/hicache/storage-backend/clear", "/scale_elastic_ep", "/is_scaling_elastic_ep"),
+    }
+)
 _USER_ROOTS = ("/v1/",)
+_OPENAI_PATHS = ("/chat/completions", "/completions", "/models", "/files", "/batches", "/embeddings", "/responses")
 _ADMIN_ROOT = "/v1/sgl_batch/instances"
 
 
@@ -64,6 +81,8 @@ class AccessRules:
         key = _bearer(headers.get("authorization"))
         if _same(key, self.admin_api_key):
             return None
+        if is_unknown(path) and not self.open_control and (self.api_key is None or _same(key, self.api_key)):
+            return _absent(path)
         if is_for_admin(path) and self.admin_api_key is not None:
             return _bad_key(key, "--admin-api-key")
         if is_for_admin(path) and not self.open_control:
@@ -98,6 +117,17 @@ def is_for_admin(path: str) -> bool:
     if path == _ADMIN_ROOT or path.startswith(_ADMIN_ROOT + "/"):
         return True
     return not (path in _OPEN or path in _USER or path.startswith(_USER_ROOTS))
+
+
+def is_unknown(path: str) -> bool:
+    """Return whether a path is neither one of users nor one of those that are known to control the engine."""
+    return is_for_admin(path) and path not in _CONTROL and not path.startswith(_ADMIN_ROOT)
+
+
+def _absent(path: str) -> Refusal:
+    begun = path.rstrip("/").startswith(_OPENAI_PATHS)
+    remedy = f"OpenAI's paths begin with /v1: /v1{path}" if begun else "/docs lists all paths"
+    return Refusal(status_code=404, message=f"there is no path {path} here; {remedy}", code="not_found")
 
 
 def _split(url: str) -> SplitResult:

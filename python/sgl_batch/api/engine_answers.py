@@ -7,6 +7,7 @@ from typing import Any
 from sgl_batch.api.errors import error_body, error_type
 
 _SECRETS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
+_WITHOUT_PATH = {"Not Found": "not_found", "Method Not Allowed": "method_not_allowed"}
 _SECRET_ENDINGS = ("_api_key", "_password", "_secret")
 
 
@@ -23,8 +24,11 @@ def _is_secret(name: str) -> bool:
     return name in _SECRETS or name.endswith(_SECRET_ENDINGS)
 
 
-def as_openai_error(status_code: int, content: Any) -> Any:
-    """Return an error of SGLang's endpoints as {"error": {...}}. An error of that shape stays as it is."""
+def as_openai_error(status_code: int, content: Any, asked: str) -> Any:
+    """Return an error of SGLang's endpoints as {"error": {...}}. An error of that shape stays as it is.
+
+    `asked`: the method and path, which an error about them does not name.
+    """
     if not isinstance(content, dict):
         return error_body(status_code, str(content))
     if isinstance(content.get("error"), dict):
@@ -34,5 +38,7 @@ def as_openai_error(status_code: int, content: Any) -> Any:
     body = error_body(status_code, str(message), param=content.get("param"))
     # For most errors SGLang's code is the HTTP status, and its type is the reason phrase of HTTP.
     body["error"]["code"] = code if isinstance(code, str) else None
+    if status_code in (404, 405) and message in _WITHOUT_PATH:
+        body["error"] |= {"message": f"{message}: {asked}", "code": _WITHOUT_PATH[message]}
     body["error"]["type"] = kind if isinstance(kind, str) and "_" in kind else error_type(status_code)
     return body

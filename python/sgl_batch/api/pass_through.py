@@ -164,7 +164,8 @@ class _Exchange:
         if self._scope["path"] in _SECRET_PATHS:
             return without_secrets
         if answer.status >= 400 and self._scope["path"].startswith("/v1/"):
-            return lambda content: as_openai_error(answer.status, content)
+            asked = f"{self._scope['method']} {self._scope['path']}"
+            return lambda content: as_openai_error(answer.status, content, asked)
         return None
 
     async def _begin(self, answer: Answer, length: int | None = None) -> None:

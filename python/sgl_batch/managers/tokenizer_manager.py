@@ -37,6 +37,7 @@ from sgl_batch.requests.request_checks import (
     check_sampling,
     check_shape,
     check_tokens,
+    refusal_of,
 )
 from sgl_batch.requests.request_logs import WaitingDumps, bound_targets, check_logging, remove_oldest_dumps
 from sgl_batch.requests.seeds import choice_seed
@@ -104,12 +105,12 @@ class BatchSignalHandler(SignalHandler):  # type: ignore[misc]
 
 
 @contextmanager
-def _as_value_error() -> Iterator[None]:
-    """Turn what SGLang raises for sampling parameters of wrong types into ValueError, as they are the user's fault."""
+def _as_refusal() -> Iterator[None]:
+    """Turn what SGLang raises for a user's request into RefusalError, with the field at fault where it is known."""
     try:
         yield
-    except (TypeError, OverflowError, re.error) as error:
-        raise ValueError(f"a sampling parameter has a value of a wrong type: {error}") from error
+    except (ValueError, TypeError, OverflowError, re.error) as error:
+        raise refusal_of(error) from error
 
 
 # A choice's request id, and the parts of its answer as they come.
@@ -213,12 +214,12 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 check_tokens(input_ids, self.model_config.vocab_size)
             check_log_probabilities(obj, self.model_config.vocab_size, self.context_len)
             check_routed_experts(obj, is_enabled=self.server_args.enable_return_routed_experts)
-        with _as_value_error():
+        with _as_refusal():
             super()._validate_one_request(obj, input_ids)
 
     def _create_tokenized_object(self, obj: object, *args: object, **kwargs: object) -> object:
         """Return the request as its scheduler gets it. Raises ValueError."""
-        with _as_value_error():
+        with _as_refusal():
             tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
         if _generates(tokenized):
             check_sampling(tokenized.sampling_params, self.model_config.vocab_size)

@@ -128,5 +128,28 @@ MEDIA: Final = {
 }
 MEDIA_PARTS: Final = ("image_url", "video_url", "audio_url", "input_audio", "file")
 
+_STRUCTURED = "give response_format, json_schema, regex or ebnf in its place"
+_TEMPLATE = "prompts follow the chat template of the model, or that of --chat-template: leave it out"
+
+# Fields of vLLM, and of OpenAI's Responses API, that change an answer and would be ignored here. Neither SGLang nor
+# OpenAI's chats and completions have them.
+OTHER_ENGINES: Final = {
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "structured_outputs": _STRUCTURED,
+    "use_beam_search": "answers are sampled: leave it out",
+    "length_penalty": "answers are sampled, not searched for: leave it out",
+    "include_stop_str_in_output": "give no_stop_trim in its place",
+    "allowed_token_ids": "give a regex or another grammar in its place",
+    "bad_words": "give logit_bias, or a grammar, in its place",
+    "prompt_logprobs": "ask /generate, with logprob_start_len",
+    "truncate_prompt_tokens": "prompts are answered whole: shorten them before",
+    "max_output_tokens": "give max_completion_tokens or max_tokens in its place",
+    "chat_template": _TEMPLATE,
+    "documents": "give what the template takes in chat_template_kwargs",
+}
+
 # Values of refused fields that ask for something that is computed anyway.
 ALLOWED: Final[dict[str, tuple[object, ...]]] = {"best_of": (1,), "modalities": (["text"],), "function_call": ("none",)}

@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from sgl_batch.requests.body_faults import first_fault
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.http_errors import wrong_value
 from sgl_batch.sglang_adapter.refusals import Check, RefusalError, fault_of, with_check
 
 with bootstrap.importing():
@@ -48,11 +50,11 @@ class OpenAIEndpoints:
             request = request_class.model_validate(dict(body))
             self._check(request, body)
         except ValidationError as error:
-            return 400, {"error": _validation_error(error)}
+            return 400, {"error": wrong_value(*first_fault(error.errors(), body))}
         except RefusalError as error:
             return 400, {"error": fault_of(error)}
         except (AttributeError, TypeError) as error:  # of its validators, on values of types that they do not expect
-            return 400, {"error": _invalid_value(f"a field has a value of a wrong type: {error}", None)}
+            return 400, {"error": wrong_value(f"a field has a value of a wrong type: {error}", None)}
         if request.rid is None:
             request.rid = rid
         try:
@@ -74,16 +76,3 @@ def _ids_of(request: Any) -> list[str]:
     prompts = getattr(request, "prompt", None)
     num_prompts = len(prompts) if isinstance(prompts, list) else 1
     return given + [f"{rid}_{index}" for rid in given for index in range(num_prompts * (request.n or 1))]
-
-
-def _validation_error(error: ValidationError) -> dict[str, Any]:
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
-    message = f"{param}: {first['msg']}" if param else first["msg"]
-    if "input" in first and isinstance(first["input"], str | int | float | bool):
-        message += f" (given: {first['input']!r})"
-    return _invalid_value(message, param)
-
-
-def _invalid_value(message: str, param: str | None) -> dict[str, Any]:
-    return {"message": message, "type": "invalid_request_error", "param": param, "code": "invalid_value"}

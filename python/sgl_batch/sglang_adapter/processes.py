@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from sgl_batch.sglang_adapter import bootstrap, fork_server
 from sgl_batch.sglang_adapter.child_processes import platform, start_method_of
 from sgl_batch.sglang_adapter.faults import ending_by
-from sgl_batch.sglang_adapter.http_errors import refuse_unexpected_types
+from sgl_batch.sglang_adapter.http_errors import refuse_wrong_bodies
 from sgl_batch.sglang_adapter.internal_key import OnlyWithKey
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, SAFETENSORS, TRITON_ATTENTION
 from sgl_batch.sglang_adapter.ordered_outputs import ReceivedInOrder
@@ -266,7 +266,7 @@ def serve_http(
     assert server_args.api_key, "the front sends its key"
     app.add_middleware(OnlyWithKey, key=server_args.api_key)
     app.router.lifespan_context = both
-    undo = refuse_unexpected_types(app)
+    undo = refuse_wrong_bodies(app)
     try:
         _setup_and_run_http_server(
             server_args,

@@ -5,6 +5,7 @@ SGLang's own handlers pass on the message only. The callers decide which request
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,15 @@ class EngineAbortError(HTTPException):
         return str(self.detail)
 
 
+# The engine's names of fields, which its messages use, and where they differ OpenAI's: the first that a request has.
+_OPENAI_NAMES = {
+    "sampling_seed": ("seed",),
+    "max_new_tokens": ("max_tokens",),
+    "min_new_tokens": ("min_tokens",),
+    "top_logprobs_num": ("top_logprobs", "logprobs"),
+}
+_PROMPTS = ("prompt", "messages")
+
 # The OpenAI request that is being answered: errors use its names of fields.
 _request: ContextVar[Any] = ContextVar("request", default=None)
 
@@ -65,10 +75,13 @@ def with_check(handler: Any, check: Check) -> Any:
 
 
 async def _handle(own: Callable[..., Any], handler: Any, check: Check, request: Any, raw_request: Any) -> Any:
-    token = _request.set(request)
     try:
         if raw_request is not None and isinstance(request, ChatCompletionRequest | CompletionRequest):
             check(request, await json_of(raw_request))
+    except RefusalError as refused:  # it names fields as the client did
+        return handler.create_error_response(str(refused))
+    token = _request.set(request)
+    try:
         return await own(request, raw_request)
     except RefusalError as refused:
         return handler.create_error_response(str(refused))
@@ -92,8 +105,11 @@ def _error_response(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def fault_of(refused: RefusalError | EngineAbortError) -> dict[str, Any]:
     """Return the error that a client gets: message, type, param and code."""
+    message = str(refused)
+    for name in _OPENAI_NAMES if _request.get() is not None else ():
+        message = re.sub(rf"\b{name}\b", str(_own_name(name)), message)
     return {
-        "message": str(refused),
+        "message": message,
         "type": "invalid_request_error" if isinstance(refused, RefusalError) else "server_error",
         "param": _own_name(refused.param),
         "code": refused.code,
@@ -103,11 +119,15 @@ def fault_of(refused: RefusalError | EngineAbortError) -> dict[str, Any]:
 def _own_name(param: str | None) -> str | None:
     """Return the name of a field in the OpenAI request that is being answered."""
     request = _request.get()
-    if request is None or param is None or param in type(request).model_fields:
+    fields = type(request).model_fields if request is not None else {}
+    if not fields or param is None or param in fields:
         return param
     if param in ("json_schema", "structural_tag"):
         return "response_format" if getattr(request, "response_format", None) else "tools"
-    return {"sampling_seed": "seed"}.get(param, param)
+    if param == "max_new_tokens" and getattr(request, "max_completion_tokens", None) is not None:
+        return "max_completion_tokens"
+    names = _PROMPTS if param in ("text", "input_ids") else _OPENAI_NAMES.get(param, ())
+    return next((name for name in names if name in fields), param)
 
 
 @contextmanager
@@ -127,4 +147,5 @@ def on_http_server(check: Check) -> Iterator[None]:
 def _native_error(own: Callable[[Exception], Any], error: Exception) -> Any:
     if isinstance(error, RefusalError):
         return JSONResponse({"error": fault_of(error)}, status_code=400)
-    return own(error)
+    fault = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": fault}, status_code=400) if isinstance(error, ValueError) else own(error)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_batch.api.auth import AccessRules, is_for_admin
+from sgl_batch.api.auth import AccessRules, is_for_admin, is_unknown
+from sgl_batch.sglang_adapter import bootstrap
+
+with bootstrap.importing():
+    from sglang.srt.entrypoints.http_server import app as engine_app
 
 USER, ADMIN = {"authorization": "Bearer user"}, {"authorization": "Bearer admin"}
 
@@ -32,7 +36,7 @@ def test_keys_of_other_letters_are_refused_and_do_not_fail():
     assert status(rules(api_key="user"), "/v1/files", {"authorization": "Bearer üser"}) == 401
 
 
-@pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/abort_request", "/flush_cache", "/anything_new"])
+@pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/abort_request", "/flush_cache"])
 def test_control_needs_the_admin_key(path):
     both = rules(api_key="user", admin="admin")
     assert status(both, path) == 401
@@ -41,6 +45,31 @@ def test_control_needs_the_admin_key(path):
     assert status(rules(api_key="user"), path, USER) == 403
     assert status(rules(admin="admin"), path) == 401
     assert status(rules(admin="admin"), path, ADMIN) == 200
+
+
+@pytest.mark.parametrize("path", ["/anything_new", "/v1/../anything", "/Flush_cache"])
+def test_an_unknown_path_is_the_admins_alone_and_does_not_exist_for_others(path):
+    both = rules(api_key="user", admin="admin")
+    assert status(both, path) == 401
+    assert status(both, path, {"authorization": "Bearer other"}) == 401
+    assert status(both, path, USER) == 404
+    assert status(both, path, ADMIN) == 200
+    assert status(rules(), path) == 404
+    assert status(rules(open_control=True), path) == 200
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/models", "/batches/batch_1"])
+def test_a_path_without_v1_gets_the_whole_one(path):
+    refusal = rules().refusal(path, {"host": "127.0.0.1"})
+    assert refusal is not None
+    assert (refusal.status_code, refusal.code) == (404, "not_found")
+    assert f" /v1{path}" in refusal.message
+
+
+def test_every_path_of_the_engine_is_known():
+    paths = {route.path for route in engine_app.routes if getattr(route, "path", None)}
+    assert len(paths) > 80
+    assert sorted(path for path in paths if is_unknown(path)) == [], "say in auth.py whose it is"
 
 
 def test_the_admin_key_also_opens_the_endpoints_of_users():

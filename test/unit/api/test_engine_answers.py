@@ -43,9 +43,18 @@ def test_secrets_are_taken_out_at_any_depth():
     ],
 )
 def test_errors_get_the_one_shape(content, error):
-    assert as_openai_error(400, content) == {"error": error}
+    assert as_openai_error(400, content, "POST /v1/x") == {"error": error}
 
 
 def test_an_error_of_that_shape_stays_as_it_is():
     content = {"type": "error", "error": {"type": "not_found_error", "message": "m"}}
-    assert as_openai_error(404, content) is content
+    assert as_openai_error(404, content, "GET /v1/x") is content
+
+
+@pytest.mark.parametrize(
+    ("status", "detail", "code"), [(404, "Not Found", "not_found"), (405, "Method Not Allowed", "method_not_allowed")]
+)
+def test_an_error_about_the_path_names_it(status, detail, code):
+    error = as_openai_error(status, {"detail": detail}, "GET /v1/x")["error"]
+    assert (error["message"], error["code"]) == (f"{detail}: GET /v1/x", code)
+    assert as_openai_error(status, {"detail": "no such model"}, "GET /v1/x")["error"]["message"] == "no such model"

@@ -180,8 +180,8 @@ def test_every_refusal_has_the_one_shape(tmp_path: Path) -> None:
             error = await client.refusal(method, path, status)
             assert error["message"], path
             assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error"), path
-        error = await client.refusal("GET", "/v1/files/..%2F..%2Fjobs.sqlite/content", 403)
-        assert error["code"] == "control_disabled", "a path with dots needs the admin key"
+        error = await client.refusal("GET", "/v1/files/..%2F..%2Fjobs.sqlite/content", 404)
+        assert error["code"] == "not_found", "a path with dots is the admin's alone"
 
     run(tmp_path, scenario)
 

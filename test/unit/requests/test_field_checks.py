@@ -12,7 +12,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
 
 from sgl_batch.requests.field_checks import check_generation_fields, check_openai_fields
-from sgl_batch.requests.request_fields import ALLOWED, COMPUTED, MEDIA, PASSED, REFUSED
+from sgl_batch.requests.request_fields import ALLOWED, COMPUTED, MEDIA, OTHER_ENGINES, PASSED, REFUSED
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.refusals import RefusalError
 
@@ -59,6 +59,10 @@ def test_every_field_of_the_table_exists_in_some_request() -> None:
     assert {*COMPUTED, *PASSED, *REFUSED, *MEDIA, *ALLOWED} - known - {"prompt_cache_retention"} == set()
 
 
+def test_fields_of_other_engines_are_in_no_request_of_ours() -> None:
+    assert OTHER_ENGINES.keys() & {name for names in CLASSES.values() for name in names} == set()
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -66,7 +70,8 @@ def test_every_field_of_the_table_exists_in_some_request() -> None:
         {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "parallel_tool_calls": False},
         {"stream_options": {"include_usage": True}, "modalities": ["text"], "reasoning_effort": "low"},
         {"bootstrap_host": None, "audio": None, "functions": [], "images_config": {}, "max_dynamic_patch": None},
-        {"nobody_knows_this": 5, "seed": -(1 << 63), "function_call": "none"},
+        {"nobody_knows_this": 5, "seed": -(1 << 63), "function_call": "none", "logit_bias": {"7": 1.5}},
+        {"chat_id": "c", "provider": {"order": []}, "max_token": None, "guided_json": {}},
     ],
 )
 def test_computed_harmless_and_empty_fields_pass(fields: dict[str, Any]) -> None:
@@ -95,6 +100,33 @@ def test_computed_harmless_and_empty_fields_pass(fields: dict[str, Any]) -> None
     ],
 )
 def test_an_unsupported_field_of_a_chat_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RefusalError, match=param) as refused:
+        check_chat(**fields)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("max_token", "max_tokens"), ("maxTokens", "max_tokens"), ("temprature", "temperature"), ("seeds", "seed")],
+)
+def test_a_misspelt_field_is_refused_with_the_name_that_was_meant(name: str, meant: str) -> None:
+    for check in (check_chat, check_completion):
+        with pytest.raises(RefusalError, match=rf"{name} is no field of this endpoint: did you mean {meant}\?"):
+            check(**{name: 5})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"max_output_tokens": 5}, "max_output_tokens"),
+        ({"logit_bias": {"the": 1.0}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_what_would_be_ignored_or_cannot_be_read_is_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RefusalError, match=param) as refused:
         check_chat(**fields)
     assert refused.value.param == param

@@ -14,8 +14,11 @@ from sgl_batch.requests.request_checks import (
     check_sampling,
     check_shape,
     check_tokens,
+    refusal_of,
 )
+from sgl_batch.sglang_adapter.refusals import RefusalError
 
+TOO_LONG = "context_length_exceeded"
 VOCAB, CONTEXT = 100, 50
 
 
@@ -30,6 +33,33 @@ def sampling(**given: Any) -> SimpleNamespace:
 
 def logprobs(top: Any, start: Any = -1) -> SimpleNamespace:
     return SimpleNamespace(top_logprobs_num=top, logprob_start_len=start)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "param"),
+    [
+        (ValueError("top_p must be in (0, 1], got 2.0."), "invalid_value", "top_p"),
+        (ValueError("max_new_tokens must be at least 0, got -5."), "invalid_value", "max_new_tokens"),
+        (ValueError("The input (9 tokens) is longer than the model's context length (8 tokens)."), TOO_LONG, None),
+        (ValueError("Requested token count exceeds the model's maximum context length of 8 tokens."), TOO_LONG, None),
+        (TypeError("Unexpected keyword argument 'max_token'"), "unknown_field", "sampling_params"),
+    ],
+)
+def test_what_sglang_refuses_gets_a_code_and_the_field(error: Exception, code: str, param: str | None) -> None:
+    refused = refusal_of(error)
+    assert isinstance(refused, RefusalError)
+    assert (refused.code, refused.param) == (code, param)
+
+
+def test_a_misspelt_sampling_parameter_gets_the_name_that_was_meant() -> None:
+    message = str(refusal_of(TypeError("Unexpected keyword argument 'temprature'")))
+    assert message == "temprature is no sampling parameter: did you mean temperature?"
+
+
+def test_other_errors_of_sglang_stay_the_users_fault() -> None:
+    other = ValueError("Only one of regex, json_schema, or ebnf can be set.")
+    assert refusal_of(other) is other
+    assert "wrong type: 'int' object" in str(refusal_of(TypeError("'int' object is not iterable")))
 
 
 @pytest.mark.parametrize("given", [[0], [VOCAB - 1, 0, 5]])
