@@ -103,6 +103,7 @@ def default_arguments(
 
 def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, Any]:
     """Return SGLang's arguments, with our defaults where none was given. Raises ConfigError for what cannot work."""
+    _check_device(kwargs.get("device"))
     check_runner(config.forward.expert_runner, on_cpu=on_cpu(kwargs))
     _check_weight_dtype(config.forward, config.memory, on_cpu=on_cpu(kwargs))
     check_activations(config.forward, config.memory)
@@ -123,6 +124,11 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     check_this_device(merged, config, on_cpu=on_cpu(kwargs))
     if merged["page_size"] < 2:
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
+    if merged["page_size"] > (merged.get("max_total_tokens") or merged["page_size"]):
+        raise ConfigError(
+            f"max_total_tokens is {merged['max_total_tokens']}, less than a page of KV, which has "
+            f"{merged['page_size']} tokens: raise --max-total-tokens, or lower --page-size"
+        )
     check_runnable(Topology.uniform(merged.get("dp_size") or 1, num_stages=merged.get("pp_size") or 1))
     if (merged.get("nnodes") or 1) != 1:
         raise ConfigError(f"nnodes is {merged['nnodes']}; the ranks of an engine share one machine: leave nnodes out")
@@ -147,6 +153,16 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     if merged.get("speculative_algorithm"):
         raise ConfigError("speculative decoding does not work with group phases: leave speculative_algorithm out")
     return merged
+
+
+def _check_device(device: object) -> None:
+    """Refuse a GPU where torch finds none. Raises ConfigError."""
+    if device == "cuda" and not torch.cuda.is_available():
+        why = "finds none" if torch.version.cuda else "is a build for CPUs"
+        raise ConfigError(
+            f"device is 'cuda', which needs an NVIDIA GPU, and torch {torch.__version__} {why}: leave --device out to "
+            "run on the CPU (docs/gpu.md says how to install for GPUs)"
+        )
 
 
 def _check_no_graphs(merged: Mapping[str, object]) -> None:

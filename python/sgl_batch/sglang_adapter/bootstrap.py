@@ -59,8 +59,9 @@ def _torchvision_operators_load() -> bool:
 def prepare() -> None:
     """Check SGLang's version and its kernels, and let torchvision import with a CPU build of torch. Idempotent.
 
-    It also silences SGLang's warnings at import about GPU quantisation kernels that a CPU does not use, and FastAPI's
-    about the class of SGLang's answers, which only SGLang can change.
+    It also silences SGLang's warnings at import about GPU quantisation kernels that a CPU does not use, and about our
+    variables of the environment, which it takes for its own former ones; and FastAPI's about the class of SGLang's
+    answers, which only SGLang can change.
 
     torchvision's wheel has operators compiled for CUDA builds, which do not load with a CPU build of torch. Its Python
     files need the schemas of two of them only, and we never call these.
@@ -68,6 +69,7 @@ def prepare() -> None:
     sglang_version()
     _check_kernels()
     warnings.filterwarnings("ignore", message="ORJSONResponse is deprecated")
+    warnings.filterwarnings("ignore", message="Environment variable SGL_BATCH_")
     warnings.filterwarnings("ignore", message="Only CUDA.* support|Triton is not supported on current platform")
     if _libraries or _torchvision_operators_load():
         return

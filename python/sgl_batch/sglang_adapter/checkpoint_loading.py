@@ -1,4 +1,4 @@
-"""Adapts SGLang's checkpoint loader: some weights stay in their files, and a watch sees the others.
+"""Adapts SGLang's checkpoint loader: some weights stay in their files, a watch sees the others, and logs stay short.
 
 SGLang's load_format may be a loader class, and ours derives from its default one. The callers decide which weights
 stay, and find what is missing.
@@ -6,6 +6,7 @@ stay, and find what is missing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -16,12 +17,14 @@ from sgl_batch.sglang_adapter import bootstrap
 
 with bootstrap.importing():
     from sglang.srt.configs.load_config import LoadFormat
+    from sglang.srt.model_loader import weight_utils
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
 __all__ = ["WeightWatch", "loading_weights"]
 
 # The formats of SGLang's default loader. Other formats have other loaders, which we do not adapt.
 _PLAIN_FORMATS = ("auto", "safetensors", "pt", "npcache")
+_LOG_EVERY_S = 30.0
 
 
 class WeightWatch(Protocol):
@@ -70,11 +73,29 @@ def loading_weights(
             finally:
                 del model.load_weights
 
-    if given not in _PLAIN_FORMATS:
-        yield files
-        return
-    server_args.load_format = Loader
+    with _few_lines_in_logs():
+        if given not in _PLAIN_FORMATS:
+            yield files
+            return
+        server_args.load_format = Loader
+        try:
+            yield files
+        finally:
+            server_args.load_format = given
+
+
+@contextmanager
+def _few_lines_in_logs() -> Iterator[None]:
+    """Inside, the bars of SGLang's loaders are for terminals: a log gets a line of a long load now and then."""
+    own = weight_utils.tqdm
+
+    class Bar(own):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            every_s = {} if sys.stderr.isatty() else {"delay": _LOG_EVERY_S, "mininterval": _LOG_EVERY_S}
+            super().__init__(*args, **kwargs, **every_s)
+
+    weight_utils.tqdm = Bar
     try:
-        yield files
+        yield
     finally:
-        server_args.load_format = given
+        weight_utils.tqdm = own

@@ -24,7 +24,7 @@ from sgl_batch.api.auth import AccessRules
 from sgl_batch.api.pass_through import PassThrough
 from sgl_batch.api.supervisor import EngineSupervisor
 from sgl_batch.cli.jobs.command import jobs_command
-from sgl_batch.cli.jobs.watching import Waiting
+from sgl_batch.cli.jobs.watching import ChangesDisplay, Waiting, watch
 from sgl_batch.jobs.batch_service.service import BatchService
 from sgl_batch.jobs.batch_service.settings import ServiceSettings
 
@@ -187,6 +187,9 @@ def test_a_job_that_fails_validation_says_why_and_exits_3(server: Running, capsy
     err = capsys.readouterr().err
     assert "line 2:" in err
     assert "(invalid_json_line)" in err
+    assert jobs_command(["submit", "in.jsonl", "-o", "out.parquet"]) == 3
+    assert "has no output: it has answered no line" in capsys.readouterr().err
+    assert not Path("out.parquet").exists(), "a table without rows would look like an answer"
 
 
 def test_refusals_name_the_fault_the_server_and_a_remedy(
@@ -234,11 +237,24 @@ def test_bad_usage_exits_1_before_any_request(argv: list[str], message: str, cap
     assert message in capsys.readouterr().err
 
 
+def test_the_last_line_has_the_rates_of_the_whole_job() -> None:
+    ended = {
+        **{"id": "batch_1", "status": "completed", "in_progress_at": 1_000, "completed_at": 1_004},
+        "request_counts": {"total": 3, "completed": 3, "failed": 0},
+        "usage": {"input_tokens": 400, "output_tokens": 1_200},
+    }
+    stream = io.StringIO()
+    watch(lambda: ended, ChangesDisplay(stream))
+    assert "3/3 lines (100.0%)" in stream.getvalue()
+    assert "in 100 tok/s, out 300 tok/s" in stream.getvalue()
+
+
 def test_a_job_reads_a_table_and_writes_one(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     pq.write_table(pa.table({"q": ["a", "refuse", None, "d"], "key": [5, 6, 7, 8]}), "in.parquet")
     flags = ("in.parquet", "--prompt-column", "q", "--id-column", "key", "--model", "tiny")
     assert jobs_command(["submit", *flags, "--wait", "-o", "out.parquet"]) == 2
     job = capsys.readouterr().out.strip()
+    assert " in.jsonl " in listed(capsys), "it is named after the table"
     rows = pq.read_table("out.parquet").to_pylist()
     assert [(row["row"], row["custom_id"], row["status_code"]) for row in rows] == [
         *((0, "5", 200), (1, "6", 400), (2, "7", 400), (3, "8", 200))

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
 
 from sgl_batch import kernel_loader
 from sgl_batch.config import BatchConfig, from_mapping
@@ -392,11 +393,20 @@ def test_several_machines_are_refused_at_once():
         ({"log_level": "loud"}, "log_level is 'loud'; it must be one of critical, error, warning, info, debug"),
         ({"device": "tpu"}, "device is 'tpu'; it must be one of cpu, cuda"),
         ({"page_size": 0}, "page_size is 0; sgl_batch keeps KV in pages of at least 2 tokens"),
+        ({"max_total_tokens": 10}, "max_total_tokens is 10, less than a page of KV, which has 64 tokens: raise"),
     ],
 )
 def test_values_that_sglang_takes_and_fails_on_later_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         sglang_arguments({"model_path": "m", **arguments}, BatchConfig())
+
+
+@pytest.mark.parametrize(("build", "why"), [(None, "is a build for CPUs"), ("13.0", "finds none")])
+def test_a_gpu_is_refused_where_there_is_none(build, why, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    with pytest.raises(ConfigError, match=rf"device is 'cuda', which needs an NVIDIA GPU, and torch \S+ {why}: leave"):
+        sglang_arguments({"model_path": "m", "device": "cuda"}, BatchConfig())
 
 
 @pytest.mark.parametrize(("num_ranks", "is_refused"), [(2, False), (3, True), (4, False)])

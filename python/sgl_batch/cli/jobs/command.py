@@ -162,8 +162,12 @@ def _download(client: JobsClient, args: argparse.Namespace) -> int:
 
 def _fetch_all(client: JobsClient, job: Job, output: Path, *, partial: bool, with_errors: bool) -> None:
     if is_table_name(output):
-        from sgl_batch.cli.jobs.downloads import BytesShown
+        from sgl_batch.cli.jobs.downloads import BytesShown, file_of
         from sgl_batch.cli.jobs.tables import download_table
+
+        if not any(file_of(job, kind, partial=partial) for kind in ("output", "error")):
+            sys.stderr.write(f"job {job['id']} has no output: it has answered no line\n")
+            return
 
         shown = BytesShown(sys.stderr)
         num_rows = download_table(client, job, output, shown, partial=partial)

@@ -72,7 +72,7 @@ _HELP = {
     "cancel": "cancel a job",
     "download": "fetch a job's output",
     "watch": "follow a job to its end",
-    "continue": "run the unfinished lines of a job that was cancelled, expired or failed",
+    "continue": "run the lines that an ended job has not answered",
 }
 _ID = re.compile(r"[A-Za-z0-9_-]{1,200}", re.ASCII)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def lines_of(path: Path, rules: RowRules, directory: Path) -> Path:
     """Write the rows of a table to a JSONL file, and return its path."""
-    lines = directory / f"{path.stem}.rows.jsonl"
+    lines = directory / f"{path.stem}.jsonl"
     write_lines(Table(path), rules, lines)
     return lines
 

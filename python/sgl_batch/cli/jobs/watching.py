@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -135,19 +136,26 @@ class _Watch:
 
 
 def _snapshot(job: Job, tracker: ProgressTracker) -> Snapshot:
-    """Return the job's progress: rates of our server, or else as measured here."""
+    """Return the job's progress: rates of our server, or else as measured here; of an ended job, those of all of it."""
     _, tracker.ok, tracker.failed = counts(job)
     more = extra(job)
     seen = tracker.snapshot(int(more.get("in_flight") or 0))
+    usage, took_s = job.get("usage") or {}, _seconds(job)
     return replace(
         seen,
-        tokens_in_per_s=float(more.get("tokens_in_per_s") or 0),
-        tokens_out_per_s=float(more.get("tokens_out_per_s") or 0),
+        tokens_in_per_s=float(more.get("tokens_in_per_s") or usage.get("input_tokens", 0) / took_s),
+        tokens_out_per_s=float(more.get("tokens_out_per_s") or usage.get("output_tokens", 0) / took_s),
         lines_per_s=float(more.get("lines_per_s", seen.lines_per_s)),
         eta_s=more.get("eta_s", seen.eta_s),
         idle_s=0.0,
         cost=f"cost {amount_text(more['cost'])}" if more.get("cost") else "",
     )
+
+
+def _seconds(job: Job) -> float:
+    """Return how long an ended job has run; without an end, no time is short enough to give a rate."""
+    began, ended = job.get("in_progress_at"), job.get(f"{job.get('status')}_at")
+    return max(float(ended - began), 1.0) if began and ended and job.get("status") in ENDED else math.inf
 
 
 def _problem(job: Job) -> str | None:

@@ -58,7 +58,7 @@ def by_plan(planned: PlannedWork, own: Load, elapsed_s: float, now: float, expir
 def _judged(judged_by: str, text: str, eta_s: float, now: float, expires_at: float) -> dict[str, Any]:
     done_at = now + eta_s
     at_risk = done_at > expires_at
-    text += f" {abs(expires_at - done_at):,.0f} s {'after' if at_risk else 'before'} its window"
+    text += f" {_time_text(abs(expires_at - done_at))} {'after' if at_risk else 'before'} the end of its window"
     if at_risk:
         text += "; lines that are not finished by then get the error batch_expired"
     return {
@@ -68,3 +68,11 @@ def _judged(judged_by: str, text: str, eta_s: float, now: float, expires_at: flo
         "window_text": text,
         "judged_by": judged_by,
     }
+
+
+def _time_text(seconds: float) -> str:
+    """Return a time as 90 s, 45 min or 3 h 20 min."""
+    minutes = round(seconds / 60)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

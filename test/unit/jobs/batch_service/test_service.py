@@ -425,7 +425,7 @@ def test_a_running_job_shows_its_progress_and_rate(tmp_path):
             clock.now += 3560
             shown = (await service.get_batch(batch.id)).x_sgl_batch
             assert shown["window_at_risk"]
-            assert "after its window" in shown["window_text"]
+            assert "after the end of its window" in shown["window_text"]
 
     asyncio.run(scenario())
 

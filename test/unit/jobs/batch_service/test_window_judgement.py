@@ -38,13 +38,21 @@ def test_a_job_that_the_plan_ends_in_time_is_not_at_risk():
     found = judged()
     assert (found["judged_by"], found["eta_s"], found["expected_completion_at"]) == ("plan", 60.0, 1060)
     assert not found["window_at_risk"]
-    assert found["window_text"].endswith("takes 60 s if outputs reach their limits, and ends 10 s before its window")
+    text = "takes 60 s if outputs reach their limits, and ends 10 s before the end of its window"
+    assert found["window_text"].endswith(text)
 
 
 def test_a_window_that_the_plan_cannot_meet_is_said_with_by_how_much():
     found = judged(window_s=45.0)
     assert found["window_at_risk"]
-    assert "ends 15 s after its window; lines that are not finished by then" in found["window_text"]
+    assert "ends 15 s after the end of its window; lines that are not finished by then" in found["window_text"]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "text"), [(119.4, "119 s"), (150, "2 min"), (7_140, "119 min"), (86_342, "23 h 59 min")]
+)
+def test_long_times_are_said_in_hours_and_minutes(left_s, text):
+    assert f"ends {text} before the end" in judged(window_s=60.0 + left_s)["window_text"]
 
 
 def test_the_work_of_other_jobs_counts_as_before():
@@ -65,7 +73,7 @@ def test_lengths_that_are_not_known_judge_nothing():
 def test_a_measured_rate_says_so():
     found = by_rate(30.0, 1000.0, 1010.0)
     assert (found["judged_by"], found["window_at_risk"]) == ("rate", True)
-    assert found["window_text"].startswith("at this rate the job ends 20 s after its window")
+    assert found["window_text"].startswith("at this rate the job ends 20 s after the end of its window")
 
 
 def test_before_the_first_line_the_plan_says_whether_the_window_can_be_met(tmp_path):
@@ -91,7 +99,7 @@ def test_before_the_first_line_the_plan_says_whether_the_window_can_be_met(tmp_p
             later = await shown(second)
             assert (later["eta_s"], later["window_at_risk"]) == (200.0, True)
             assert later["window_text"].startswith("by the plan the job takes 80 s beside 120 s of other jobs if")
-            assert "ends 20 s after its window" in later["window_text"]
+            assert "ends 20 s after the end of its window" in later["window_text"]
             listed = (await service.list_batches()).data
             assert [one.x_sgl_batch["eta_s"] for one in listed] == [200.0, 200.0]
         async with service_in(tmp_path, source, clock=clock) as service:  # the lengths outlive the server
