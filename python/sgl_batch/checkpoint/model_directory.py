@@ -93,9 +93,14 @@ def model_config(model: str, revision: str | None = None) -> dict[str, Any] | No
     return next(_text_configs(model, revision), None)
 
 
+def is_hub_name(model: str) -> bool:
+    """Return whether a model of the hub may have this name, which no path from the root or from here has."""
+    return _HUB_NAME.fullmatch(model) is not None and not model.startswith(".")
+
+
 def cached_directory(model: str, revision: str | None = None) -> Path | None:
     """Return the directory of a hub model in the local cache, or None if it is not there."""
-    if not _HUB_NAME.fullmatch(model):
+    if not is_hub_name(model):
         return None
     from huggingface_hub import try_to_load_from_cache
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,6 +15,7 @@ from sgl_batch.jobs.scratch import storage_errors
 
 UTF8_BOM = b"\xef\xbb\xbf"
 SCAN_BLOCK_BYTES = 4 << 20
+_LOOKED_AT = 100
 _NOT_TEXT = {
     b"\x1f\x8b": "compressed with gzip; unpack it with `gunzip`",
     b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it with `unzstd`",
@@ -69,6 +72,31 @@ def scan_input(path: Path) -> InputScan:
                 line_has_text = bool(part.strip())
         num_bytes = file.tell()
     return InputScan(num_lines=num_lines + line_has_text, num_bytes=num_bytes, sha256=digest.hexdigest())
+
+
+def check_first_lines(path: Path, max_line_bytes: int) -> None:
+    """Raise ConfigError where none of the first lines is a JSON object, so that the file is no JSONL at all.
+
+    Single wrong lines pass: each gets its own error.
+    """
+    seen = 0
+    for line in islice(read_lines(path, max_line_bytes), _LOOKED_AT):
+        if line.data is None or _is_object(line.data):
+            return
+        seen += 1
+    if seen:
+        which = f"none of its first {seen:,} lines is" if seen > 1 else "its only line is not"
+        raise ConfigError(
+            f"the input {path} is not JSONL: {which} a JSON object; give one request a line, or a table (Parquet, "
+            "Arrow, or a folder of Hugging Face datasets)"
+        )
+
+
+def _is_object(data: bytes) -> bool:
+    try:
+        return isinstance(json.loads(data), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def read_lines(path: Path, max_line_bytes: int, start: LineStart | None = None) -> Iterator[RawLine]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,14 +61,15 @@ def prepare() -> None:
     """Check SGLang's version and its kernels, and let torchvision import with a CPU build of torch. Idempotent.
 
     It also silences SGLang's warnings at import about GPU quantisation kernels that a CPU does not use, and about our
-    variables of the environment, which it takes for its own former ones; and FastAPI's about the class of SGLang's
-    answers, which only SGLang can change.
+    variables of the environment, which it takes for its own former ones; FastAPI's about the class of SGLang's answers,
+    which only SGLang can change; and a tokenizer's about a prompt that is too long, which its request's error says.
 
     torchvision's wheel has operators compiled for CUDA builds, which do not load with a CPU build of torch. Its Python
     files need the schemas of two of them only, and we never call these.
     """
     sglang_version()
     _check_kernels()
+    logging.getLogger("transformers.tokenization_utils_base").addFilter(_names_no_long_prompt)
     warnings.filterwarnings("ignore", message="ORJSONResponse is deprecated")
     warnings.filterwarnings("ignore", message="Environment variable SGL_BATCH_")
     warnings.filterwarnings("ignore", message="Only CUDA.* support|Triton is not supported on current platform")
@@ -79,6 +81,10 @@ def prepare() -> None:
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _libraries.append(library)
+
+
+def _names_no_long_prompt(record: logging.LogRecord) -> bool:
+    return "sequence length is longer than" not in record.getMessage()
 
 
 @contextmanager

@@ -222,6 +222,8 @@ def test_without_a_budget_an_engine_on_a_cpu_takes_half_of_the_memory(capsys):
     ("argv", "words"),
     [
         (["--model", "org/never-fetched"], r"download it first \(hf download org/never-fetched\)"),
+        (["--model", "/never/made"], r"there is no directory /never/made, and no model of the hub has such a name"),
+        (["--model", "./made"], r"there is no directory \./made, and no model of the hub has such a name"),
         (["--model", str(TINY), "--page-size", "0"], "--page-size is 0; it must be at least 1"),
         (["--model", str(TINY), "--device-memory", "much"], "device_memory is 'much'"),
         (["--model", str(ROOT / "docs")], "has no config.json"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.jobs import line_reader
-from sgl_batch.jobs.line_reader import read_lines, scan_input
+from sgl_batch.jobs.line_reader import check_first_lines, read_lines, scan_input
 from sgl_batch.jobs.scratch import StorageError
 
 # No deadline: a busy machine is no fault of the code.
@@ -88,6 +88,29 @@ def test_other_formats_are_named(tmp_path, content, what):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=what):
         scan_input(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"a,b\n1,2\n", "none of its first 2 lines is a JSON object"),
+        (b"[\n", "its only line is not a JSON object"),
+        (b"nothing\n" * 101 + b"{}", "none of its first 100 lines"),
+        (b"[" * 100_000, "its only line"),
+    ],
+)
+def test_a_file_without_any_request_is_refused(tmp_path, content, what):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=what):
+        check_first_lines(path, 1 << 20)
+
+
+@pytest.mark.parametrize("content", [b"", b"no JSON\n{}\n", b"\n{}\n", b"a" * 50 + b"\nb\n"])
+def test_a_file_with_a_request_or_a_line_that_is_too_long_to_tell_passes(tmp_path, content):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    check_first_lines(path, 40)
 
 
 def test_a_file_that_is_gone_is_a_storage_error(tmp_path):

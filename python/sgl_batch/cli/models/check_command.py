@@ -11,7 +11,7 @@ from typing import Any
 
 from sgl_batch import config_flags
 from sgl_batch.byte_sizes import HOW_TO_WRITE, format_bytes
-from sgl_batch.checkpoint.model_directory import ModelSource, cached_directory, model_config, quantization
+from sgl_batch.checkpoint.model_directory import ModelSource, cached_directory, is_hub_name, model_config, quantization
 from sgl_batch.checkpoint.tensors import tensors_of
 from sgl_batch.cli.run.options import UsageParser
 from sgl_batch.config import BatchConfig
@@ -176,6 +176,8 @@ def _directory(name: str, revision: str | None) -> Path:
     if Path(name).exists():
         return Path(name)
     cached = cached_directory(name, revision)
+    if cached is None and not is_hub_name(name):
+        raise ConfigError(f"there is no directory {name}, and no model of the hub has such a name: name a directory")
     if cached is None:
         raise ConfigError(
             f"there is no directory {name}, and no model of that name in the hub's cache on this machine: download it "

@@ -36,7 +36,7 @@ from sgl_batch.file_run.summary import format_summary
 from sgl_batch.file_run.text_tokens import by_tokenizer
 from sgl_batch.file_run.waiting_results import WaitingResults, forget_kept
 from sgl_batch.jobs.line_engine import LineEngine
-from sgl_batch.jobs.line_reader import InputScan, read_lines, scan_input
+from sgl_batch.jobs.line_reader import InputScan, check_first_lines, read_lines, scan_input
 from sgl_batch.jobs.progress_display import ProgressDisplay, choose_display
 from sgl_batch.jobs.request_line import LineRules
 from sgl_batch.jobs.scratch import storage_errors
@@ -213,6 +213,7 @@ class _Run:
             total = min(scan.num_lines, options.limit or scan.num_lines)
             if total == 0:
                 raise ConfigError(f"the input {options.input} has no request line")
+            check_first_lines(input_path, options.max_line_bytes)
             self._resume(scan, total)
             if self._is_finished(total):
                 return self._nothing_left(total)
