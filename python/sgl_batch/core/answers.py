@@ -36,7 +36,7 @@ class EngineStats:
         they wait in a host KV store, or none can.
     """
 
-    counters: Mapping[str, float] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)
     part_s: Mapping[str, float] = field(default_factory=dict)
     tokens_per_expert: Sequence[int] = ()
     sequences: Mapping[str, int] = field(default_factory=dict)

@@ -129,6 +129,8 @@ def replay(records: Iterable[Record], find_callback: FindCallback = unknown_call
             replayed = f"{error}"
         except AssertionError as error:
             replayed = f"the decision fails: {error}"
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # a record that no engine has written
+            replayed = f"the decision fails: {type(error).__name__}: {error}"
         if replayed != record["actions"]:
             yield Difference(number=number, recorded=record["actions"], replayed=replayed)
 

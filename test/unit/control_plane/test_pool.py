@@ -7,6 +7,7 @@ import time
 from contextlib import asynccontextmanager
 from itertools import zip_longest
 
+import msgspec
 import pytest
 from scripted_member import ScriptedMember
 
@@ -99,6 +100,8 @@ def test_a_reading_of_an_engine_that_another_has_followed_counts_nothing():
     for tokens, restarts in ((5, 0), (2, 1), (5, 0)):
         stats.see(EngineStats(counters={"output_tokens": tokens}), restarts)
     assert stats.total().counters == {"output_tokens": 7}
+    sent = msgspec.json.decode(msgspec.json.encode(stats.total()), type=EngineStats)
+    assert isinstance(sent.counters["output_tokens"], int), "counts stay whole on their way between machines"
 
 
 def test_lots_are_large_while_many_lines_wait_and_small_at_the_end():

@@ -214,6 +214,13 @@ def test_a_record_with_one_field_altered_no_longer_replays(path, value):
     assert [difference.number for difference in differences] == [1]
 
 
+def test_a_record_that_no_engine_has_written_differs_and_stops_nothing():
+    by_hand = {"decision": "group", "version": tight_boundary()["version"], "actions": []}
+    found = list(replay(as_read([by_hand, tight_boundary()])))
+    assert [one.number for one in found] == [1]
+    assert "the decision fails: KeyError" in found[0].replayed
+
+
 def test_the_plan_changes_only_where_a_record_says_so():
     in_force = PlanInForce(from_mapping({"boundary_tokens": 4}))
     before = in_force.fit(page_size=8, max_running=64, can_reenter=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from sgl_batch.core.answers import EngineStats
+
+Number = TypeVar("Number", int, float)
 
 
 class InstanceStats:
@@ -44,7 +46,7 @@ def summed(parts: Iterable[EngineStats]) -> EngineStats:
         counters=_added(one.counters for one in found),
         part_s=_added(one.part_s for one in found),
         tokens_per_expert=_added_by_place([one.tokens_per_expert for one in found]),
-        sequences={name: int(number) for name, number in _added(one.sequences for one in found).items()},
+        sequences=_added(one.sequences for one in found),
         peak_memory_bytes=max((one.peak_memory_bytes for one in found), default=0),
         memory_budget_bytes=max((one.memory_budget_bytes for one in found), default=0),
         paused=any(one.paused for one in found),
@@ -53,11 +55,12 @@ def summed(parts: Iterable[EngineStats]) -> EngineStats:
     )
 
 
-def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: Counter[str] = Counter()
+def _added(parts: Iterable[Mapping[str, Number]]) -> dict[str, Number]:
+    total: dict[str, Number] = {}
     for one in parts:
-        total.update(one)
-    return dict(total)
+        for name, number in one.items():
+            total[name] = total[name] + number if name in total else number
+    return total
 
 
 def _added_by_place(parts: Sequence[Sequence[int]]) -> Sequence[int]:
