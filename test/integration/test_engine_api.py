@@ -13,7 +13,7 @@ import pytest
 
 from sgl_batch import Engine
 from sgl_batch.engine import launch
-from sgl_batch.errors import ConfigError
+from sgl_batch.errors import ConfigError, EngineError
 
 from .conftest import Prompts
 
@@ -74,6 +74,8 @@ def test_an_engine_s_life_leaves_no_descriptor_open(
         engine = started(model_path=model_path("tiny-qwen3-moe"), max_total_tokens=4096)
         engine.generate("Return the", REQUEST)
         engine.shutdown()
+        with pytest.raises(EngineError, match="has been shut down: make another one"):
+            engine.generate("Return the", REQUEST)
         left.append(sorted(os.readlink(f.path) for f in os.scandir("/proc/self/fd") if os.path.lexists(f.path)))
     assert len(left[0]) == len(left[1]), left
 

@@ -28,6 +28,7 @@ from sgl_batch.sglang_adapter.child_processes import FORK, FORKSERVER, SPAWN
 from sgl_batch.sglang_adapter.faults import error_text
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 from sgl_batch.sglang_adapter.tokenizing import SetInternalStateReq
+from sgl_batch.startup.argument_checks import check_names
 from sgl_batch.startup.family_arguments import has_sinks
 from sgl_batch.startup.model_checks import check_any_device
 from sgl_batch.startup.plan_inputs import plan_start, predicted
@@ -60,6 +61,7 @@ class Engine(processes.RankedEngine):
         plan: StartPlan | None = kwargs.pop("start_plan", None)
         if server_args is None:
             config, rest = split_kwargs(kwargs)
+            check_names(rest, processes.argument_names())
             check_any_device(model_source(rest))
             rest.setdefault("log_level", "error")
             plan = plan_start(config, kwargs.keys() - rest.keys(), rest, on_cpu=launch.on_cpu(rest))
@@ -92,18 +94,20 @@ class Engine(processes.RankedEngine):
     def shutdown(self) -> None:
         """End this engine's processes, and wait for their end. Idempotent. Answers that are awaited are lost.
 
-        Tasks of an event loop that the engine has made are cancelled, and the loop is closed.
+        Tasks of an event loop that the engine has made are cancelled, and the loop is closed. Later calls raise
+        EngineError.
         """
         loop = getattr(self, "loop", None)
         try:
             if loop is not None:
                 self._own_loop.end_tasks(loop)
             if self.tokenizer_manager is not None:
+                self.tokenizer_manager.note_end()
                 self.tokenizer_manager.grammar_process.close()
             processes.end_processes(self)
             self._spec.processes.close()
             if loop is not None:
-                self._own_loop.close(loop)
+                self.loop = self._own_loop.close(loop)
         finally:
             self._spec.end()
         atexit.unregister(self.shutdown)

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable
 from contextlib import suppress
+from typing import NoReturn
+
+from sgl_batch.errors import EngineError
 
 # How long cancelled tasks may take to end.
 _END_S = 2.0
 # Turns of the loop in which such a task is made and run.
 _TURNS = 3
+
+
+class ClosedLoop:
+    """Stands for the loop of an engine that was shut down."""
+
+    def is_running(self) -> bool:
+        """Return False."""
+        return False
+
+    def is_closed(self) -> bool:
+        """Return True."""
+        return True
+
+    def run_until_complete(self, call: Awaitable[object]) -> NoReturn:
+        """Raise EngineError in place of making the call."""
+        close = getattr(call, "close", None)
+        if close is not None:
+            close()  # else Python warns that nothing has awaited it
+        raise EngineError("the engine has been shut down: make another one")
 
 
 class OwnLoop:
@@ -35,14 +58,18 @@ class OwnLoop:
                     task.exception()  # asyncio reports an exception that was never read; nothing awaits this one
         loop.run_until_complete(loop.shutdown_asyncgens())
 
-    def close(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close the loop and its descriptors. It is the thread's current loop no more."""
+    def close(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop | ClosedLoop:
+        """Close the loop and its descriptors. It is the thread's current loop no more.
+
+        Returns what stands for it from now on: the loop itself where it is left open.
+        """
         if not self._can_run(loop):
-            return
+            return loop
         with suppress(RuntimeError):  # the thread has no current loop
             if asyncio.get_event_loop_policy().get_event_loop() is loop:
                 asyncio.set_event_loop(None)
         loop.close()
+        return ClosedLoop()
 
     def _can_run(self, loop: asyncio.AbstractEventLoop) -> bool:
         is_here = self._thread == threading.get_ident() and not _runs_inside_loop()

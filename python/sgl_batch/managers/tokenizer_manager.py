@@ -185,6 +185,11 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """Note that the engine answers nothing any more. Any thread may call this."""
         self.death.note(error, self.rid_to_state, self.event_loop)
 
+    def note_end(self) -> None:
+        """Note that the engine is shut down, unless its death is noted already. Later calls raise EngineError."""
+        if self.death.is_raised:
+            self.note_death(EngineError("the engine has been shut down: make another one"))
+
     def _dispatch_to_scheduler(self, obj: object) -> None:
         self.death.raise_if_dead()
         super()._dispatch_to_scheduler(obj)

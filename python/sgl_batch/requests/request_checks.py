@@ -44,6 +44,8 @@ def check_shape(request: GenerationRequest) -> None:
     """Check the prompt, the ids and the number of choices of a request, before it is tokenized."""
     _check_texts("text", request.text)
     _check_texts("rid", request.rid)
+    if request.text == "" or (isinstance(request.text, list) and "" in request.text):
+        raise _wrong("text", "the prompt is empty; give at least one token to continue from")
     if request.text is not None and request.input_ids is not None:
         raise _wrong("input_ids", "text and input_ids are both given, and only one can be the prompt; leave one out")
     parameters = request.sampling_params

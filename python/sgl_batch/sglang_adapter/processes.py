@@ -7,6 +7,7 @@ controller of several ranks while SGLang starts it, and puts sockets into a priv
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import multiprocessing
@@ -290,6 +291,9 @@ def end_processes(engine: Any) -> None:
     if manager is not None and manager._subprocess_watchdog is not None:
         manager._subprocess_watchdog.stop()
     sockets = [] if manager is None else sockets_of(manager)
+    for task in getattr(manager, "asyncio_tasks", ()):
+        if _runs_here(task):
+            task.cancel()  # it reads a socket that is closed below; zmq would report that
     if getattr(engine, "send_to_rpc", None) is not None:
         sockets.append(engine.send_to_rpc)
         engine.send_to_rpc = None
@@ -297,6 +301,14 @@ def end_processes(engine: Any) -> None:
     if manager is not None:
         manager.load_snapshot_reader.close()
     end_trees(getattr(engine, "own_processes", ()))
+
+
+def _runs_here(task: asyncio.Task[Any]) -> bool:
+    """Return whether a task belongs to the event loop that runs now, in this thread."""
+    try:
+        return task.get_loop() is asyncio.get_running_loop()
+    except RuntimeError:
+        return False
 
 
 def sockets_of(manager: Any) -> list[Any]:

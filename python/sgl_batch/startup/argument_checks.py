@@ -5,17 +5,26 @@ SGLang takes such values and fails on them later, when everything is loaded. Wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
-from sgl_batch.config import MODEL_WEIGHTS, ForwardConfig, MemoryConfig, RankConfig
+from sgl_batch.config import MODEL_WEIGHTS, ForwardConfig, MemoryConfig, RankConfig, field_names
 from sgl_batch.errors import ConfigError
 from sgl_batch.memory.free_memory import machine_bytes
 
 _AT_LEAST_ONE = ("context_length", "max_running_requests", "max_total_tokens", "dp_size", "pp_size")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 _DEVICES = ("cpu", "cuda")
+
+
+def check_names(arguments: Mapping[str, object], sglang_names: Collection[str]) -> None:
+    """Raise ConfigError for an argument that neither SGLang nor this package has, with the name that may be meant."""
+    for name in arguments:
+        if name not in sglang_names:
+            near = get_close_matches(name, [*sglang_names, *field_names()], n=1)
+            raise ConfigError(f"there is no argument {name}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def check_ranges(arguments: Mapping[str, Any]) -> None:

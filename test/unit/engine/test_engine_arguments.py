@@ -11,6 +11,7 @@ from sgl_batch.config_flags import given_in
 from sgl_batch.engine.engine_arguments import _Parser, build_parser
 from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter import faults, processes
+from sgl_batch.startup.argument_checks import check_names
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,20 @@ def test_an_unknown_flag_is_reported_with_a_similar_one(argv: list[str], words: 
     parser.near = ("--output",)
     with pytest.raises(ConfigError, match=re.escape(words)):
         parser.parse_args(argv)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("b_moe_decod", "there is no argument b_moe_decod; did you mean b_moe_decode?"),
+        ("model_pth", "there is no argument model_pth; did you mean model_path?"),
+        ("zzz", "there is no argument zzz"),
+    ],
+)
+def test_an_unknown_argument_of_the_python_engine_is_reported_with_a_similar_one(name: str, words: str) -> None:
+    check_names({"model_path": "m"}, processes.argument_names())
+    with pytest.raises(ConfigError, match=f"{re.escape(words)}$"):
+        check_names({"model_path": "m", name: 1}, processes.argument_names())
 
 
 def test_a_parsed_command_line_tells_what_was_given_from_defaults_that_are_planned() -> None:

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sgl_batch.engine.own_loop import OwnLoop
+from sgl_batch.engine.own_loop import ClosedLoop, OwnLoop
+from sgl_batch.errors import EngineError
 
 
 async def wait_and_fail() -> None:
@@ -37,6 +38,16 @@ def test_a_loop_s_tasks_end_and_its_descriptors_are_closed(caplog: pytest.LogCap
     assert not caplog.records, "asyncio reports tasks that were lost"
     with pytest.raises(RuntimeError, match="no current event loop"):
         asyncio.get_event_loop_policy().get_event_loop()
+
+
+def test_what_stands_for_a_closed_loop_makes_no_call() -> None:
+    own, loop = OwnLoop(), asyncio.new_event_loop()
+    closed = own.close(loop)
+    assert isinstance(closed, ClosedLoop)
+    with pytest.raises(EngineError, match="has been shut down: make another one"):
+        closed.run_until_complete(wait_and_fail())
+    own.end_tasks(closed)
+    assert own.close(closed) is closed
 
 
 def test_a_loop_that_runs_when_the_engine_is_made_is_left_alone() -> None:

@@ -103,6 +103,8 @@ def test_texts_and_choices_pass(given: Any) -> None:
     ("given", "words"),
     [
         (shape(text=[]), "text is"),
+        (shape(text=""), "prompt is empty"),
+        (shape(text=["a", ""]), "prompt is empty"),
         (shape(input_ids=[1]), "text and input_ids are both given"),
         (shape(text=[3]), "text is"),
         (shape(text={"a": 1}), "text is"),
