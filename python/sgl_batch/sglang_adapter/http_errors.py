@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from sgl_batch.requests.body_faults import first_fault, no_object
+from sgl_batch.sglang_adapter.body_faults import first_fault, no_object
 
 _VALIDATORS = "/entrypoints/openai/protocol.py"
 # SGLang answers in the forms of those APIs there, and without a path.

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_batch.requests.body_faults import first_fault
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.body_faults import first_fault
 from sgl_batch.sglang_adapter.http_errors import wrong_value
 from sgl_batch.sglang_adapter.refusals import Check, RefusalError, fault_of, with_check
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from sgl_batch.requests.body_faults import first_fault
 from sgl_batch.sglang_adapter import bootstrap
+from sgl_batch.sglang_adapter.body_faults import first_fault
 
 with bootstrap.importing():
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
