@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from sgl_batch.requests.field_checks import INVALID_VALUE, MISPLACED, check_seed, meant_name, shown
-from sgl_batch.requests.request_fields import COMPUTED
+from sgl_batch.requests.field_checks import INVALID_VALUE, MISPLACED, asks, check_seed, meant_name, shown
+from sgl_batch.requests.request_fields import COMPUTED, MEDIA
 from sgl_batch.sglang_adapter.refusals import RefusalError
 from sgl_batch.sglang_adapter.types.messages import GenerationRequest
 from sgl_batch.sglang_adapter.types.requests import SamplingParams
@@ -44,7 +44,8 @@ def check_shape(request: GenerationRequest) -> None:
     """Check the prompt, the ids and the number of choices of a request, before it is tokenized."""
     _check_texts("text", request.text)
     _check_texts("rid", request.rid)
-    if request.text == "" or (isinstance(request.text, list) and "" in request.text):
+    is_empty = request.text == "" or (isinstance(request.text, list) and "" in request.text)
+    if is_empty and not any(asks(getattr(request, name, None)) for name in MEDIA):
         raise _wrong("text", "the prompt is empty; give at least one token to continue from")
     if request.text is not None and request.input_ids is not None:
         raise _wrong("input_ids", "text and input_ids are both given, and only one can be the prompt; leave one out")

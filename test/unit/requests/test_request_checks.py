@@ -92,6 +92,7 @@ def test_other_tokens_are_refused(given: Any, words: str) -> None:
         shape(text=None, rid="a"),
         shape(text=["a", "b"], rid=["c", "d"], sampling_params=[{"n": 2}, {"n": 2}]),
         shape(sampling_params=None),
+        shape(text="", audio_data=["data:,"]),
         shape(sampling_params={"n": MAX_CHOICES}),
     ],
 )
