@@ -16,6 +16,7 @@ from kernel_rates.shapes import Shapes
 from kernel_rates.work import Work
 from sgl_batch.layers.int8_weights import to_int8
 from sgl_batch.layers.moe.cpu_experts import combined_experts
+from sgl_batch.memory.huge_pages import prefer_huge_pages
 
 PRODUCT, READ = "product", "read"
 # Weights and rows rounded to int8.
@@ -48,6 +49,13 @@ def ceilings(kernels: Any) -> Iterator[Work]:
     yield from line_exchange()
 
 
+def _weight(values: torch.Tensor) -> torch.Tensor:
+    """Return the values as bf16 where a model's weights lie: on huge pages if the operating system grants them."""
+    weight = torch.empty(values.shape, dtype=torch.bfloat16)
+    prefer_huge_pages(weight)
+    return weight.copy_(values)
+
+
 def linear_work(kernels: Any, shapes: Shapes, rows: list[int]) -> Iterator[Work]:
     """Return the linear layers of a model by number of rows, compared with F.linear. Weights are not in caches."""
     sizes = {
@@ -57,8 +65,8 @@ def linear_work(kernels: Any, shapes: Shapes, rows: list[int]) -> Iterator[Work]
     }
     for name, (n, k) in sizes.items():
         copies = max(1, (256 << 20) // (2 * n * k))
-        plain = [torch.randn(n, k).bfloat16() for _ in range(copies)]
-        packed = [weight.clone() for weight in plain]
+        plain = [_weight(torch.randn(n, k)) for _ in range(copies)]
+        packed = [_weight(weight) for weight in plain]
         for weight in packed:
             kernels.pack_(weight[None])
         for count in rows:
@@ -118,15 +126,14 @@ def expert_work(kernels: Any, shapes: Shapes, tokens_per_expert: list[int], laye
     """Return one layer's experts over a combined batch and torch's ways; each call takes the next layer's weights."""
     e, i, m = shapes.experts, shapes.inter, shapes.hidden
     plain = [
-        ((torch.randn(e, 2 * i, m) / m**0.5).bfloat16(), (torch.randn(e, m, i) / i**0.5).bfloat16())
-        for _ in range(layers)
+        (_weight(torch.randn(e, 2 * i, m) / m**0.5), _weight(torch.randn(e, m, i) / i**0.5)) for _ in range(layers)
     ]
-    packed = [(w13.clone(), w2.clone()) for w13, w2 in plain]
+    packed = [(_weight(w13), _weight(w2)) for w13, w2 in plain]
     for w13, w2 in packed:
         kernels.pack_(w13.view(2 * e, i, m))
         kernels.pack_(w2)
     rounded = [(*_in_quads(kernels, w13, 2), *_in_quads(kernels, w2, 1)) for w13, w2 in plain]
-    coded = [_coded(kernels, w13.clone(), w2.clone()) for w13, w2 in packed]
+    coded = [_coded(kernels, _weight(w13), _weight(w2)) for w13, w2 in packed]
     ways: dict[str, tuple[Callable[..., object], Sequence[tuple[torch.Tensor, ...]], float]] = {
         "sgl_batch": (kernels.experts, packed, 2),
         LOSSLESS12: (partial(_coded_experts, kernels), coded, 1.5),

@@ -18,11 +18,17 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 
 
-def _new_memory_rate(num_bytes: int, threads: int) -> float:
-    """Return the bytes a second at which all cores together write to memory that this process never had."""
+def _new_memory(num_bytes: int) -> mmap.mmap:
+    """Return memory that was never written, on huge pages if the operating system grants them, as engines' lies."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages refuses the advice
         memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _new_memory_rate(num_bytes: int, threads: int) -> float:
+    """Return the bytes a second at which all cores together write to memory that this process never had."""
+    memory = _new_memory(num_bytes)
     begin, each = ctypes.addressof(ctypes.c_char.from_buffer(memory)), num_bytes // threads
     with ThreadPoolExecutor(threads) as pool:
         begun = time.perf_counter()
@@ -56,7 +62,7 @@ def large_reads(num_bytes: int) -> dict[str, Callable[[], object]]:
     """Return ways of torch to read so many bytes, the same ones each time, on all its threads."""
     import torch
 
-    numbers = torch.ones(num_bytes // 4)
+    numbers = torch.frombuffer(_new_memory(num_bytes), dtype=torch.float32).fill_(1.0)
     half = len(numbers) // 2
     return {"torch, sum": numbers.sum, "torch, dot": lambda: torch.dot(numbers[:half], numbers[half:])}
 

@@ -13,8 +13,8 @@ namespace sgl_batch {
 namespace {
 
 constexpr int64_t kStepsAtOnce = 16;  // of a panel: what is read of each row is a cache line or two
-// So few tiles each decode a coded panel for themselves: to write its numbers for all of them takes longer.
-constexpr int64_t kTilesThatDecode = 3;
+// So few tiles decode a coded panel for themselves; of more the first one writes its numbers for all of them.
+constexpr int64_t kTilesThatDecode = 1;
 constexpr float kLargestI8 = 127.0f;
 
 // A panel is an array of words: a pair of bf16 or int8 along k, or one f32.
