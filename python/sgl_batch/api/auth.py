@@ -125,8 +125,8 @@ def is_unknown(path: str) -> bool:
 
 
 def _absent(path: str) -> Refusal:
-    begun = path.rstrip("/").startswith(_OPENAI_PATHS)
-    remedy = f"OpenAI's paths begin with /v1: /v1{path}" if begun else "/docs lists all paths"
+    is_openai = path.startswith(_OPENAI_PATHS)
+    remedy = f"OpenAI's paths begin with /v1: /v1{path}" if is_openai else "/docs lists all paths"
     return Refusal(status_code=404, message=f"there is no path {path} here; {remedy}", code="not_found")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
-from sgl_batch.api.errors import error_body, error_type
+from sgl_batch.api.errors import CODES, error_body, error_type
 
 _SECRETS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
-_WITHOUT_PATH = {"Not Found": "not_found", "Method Not Allowed": "method_not_allowed"}
 _SECRET_ENDINGS = ("_api_key", "_password", "_secret")
 
 
@@ -38,7 +38,7 @@ def as_openai_error(status_code: int, content: Any, asked: str) -> Any:
     body = error_body(status_code, str(message), param=content.get("param"))
     # For most errors SGLang's code is the HTTP status, and its type is the reason phrase of HTTP.
     body["error"]["code"] = code if isinstance(code, str) else None
-    if status_code in (404, 405) and message in _WITHOUT_PATH:
-        body["error"] |= {"message": f"{message}: {asked}", "code": _WITHOUT_PATH[message]}
+    if status_code in (404, 405) and message == HTTPStatus(status_code).phrase:
+        body["error"] |= {"message": f"{message}: {asked}", "code": CODES[status_code]}
     body["error"]["type"] = kind if isinstance(kind, str) and "_" in kind else error_type(status_code)
     return body

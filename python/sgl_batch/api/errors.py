@@ -17,7 +17,7 @@ from sgl_batch.errors import RequestError
 logger = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
 def error_type(status_code: int) -> str:
@@ -62,7 +62,7 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"{message}: {request.method} {request.url.path}"
     if error.status_code == 405:
         headers["Allow"] = ", ".join(sorted(_methods(request)))
-    return error_response(error.status_code, message, code=_CODES.get(error.status_code), headers=headers)
+    return error_response(error.status_code, message, code=CODES.get(error.status_code), headers=headers)
 
 
 def _methods(request: Request) -> set[str]:

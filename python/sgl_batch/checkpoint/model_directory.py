@@ -269,7 +269,7 @@ def _check_tokenizer(name: str, rows: int | None) -> None:
 def _in_hub(kind: str, name: str, file: str, revision: str | None) -> Path:
     """Return the cached directory with `file` of a hub model or tokenizer; the file is fetched if it is not cached."""
     first = name.split("/", maxsplit=1)[0]
-    if not _HUB_NAME.fullmatch(name) or first in (".", "..") or ("/" in name and Path(first).is_dir()):
+    if not is_hub_name(name) or ("/" in name and Path(first).is_dir()):
         raise ConfigError(f"the {kind} {name} does not exist; name a directory, or a {kind} on the hub (ORG/NAME)")
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import (

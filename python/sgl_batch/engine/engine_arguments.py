@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from sgl_batch.config import BatchConfig
 from sgl_batch.errors import ConfigError
 from sgl_batch.planner.workload import Workload
 from sgl_batch.sglang_adapter.child_processes import FORK, SPAWN, template
+from sgl_batch.startup.argument_checks import did_you_mean
 from sgl_batch.startup.model_checks import check_any_device
 from sgl_batch.startup.start_plan import StartPlan, asked_workload
 from sgl_batch.startup.weights_ahead import weights_ahead
@@ -51,9 +51,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown, _, _ = message.removeprefix(_UNRECOGNIZED).partition(" ")
         if message.startswith(_UNRECOGNIZED):
-            flag = unknown.partition("=")[0]
-            close = difflib.get_close_matches(flag, [*self._option_string_actions, *self.near], n=1)
-            message += f"; did you mean {close[0]}?" if close else ""
+            message += did_you_mean(unknown.partition("=")[0], [*self._option_string_actions, *self.near])
         raise ConfigError(f"{message} (see --help)")
 
 

@@ -124,10 +124,11 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
     check_this_device(merged, config, on_cpu=on_cpu(kwargs))
     if merged["page_size"] < 2:
         raise ConfigError(f"page_size is {merged['page_size']}; sgl_batch keeps KV in pages of at least 2 tokens")
-    if merged["page_size"] > (merged.get("max_total_tokens") or merged["page_size"]):
+    tokens = merged.get("max_total_tokens")
+    if tokens is not None and tokens < merged["page_size"]:
         raise ConfigError(
-            f"max_total_tokens is {merged['max_total_tokens']}, less than a page of KV, which has "
-            f"{merged['page_size']} tokens: raise --max-total-tokens, or lower --page-size"
+            f"max_total_tokens is {tokens}, less than a page of KV, which has {merged['page_size']} tokens: raise "
+            "--max-total-tokens, or lower --page-size"
         )
     check_runnable(Topology.uniform(merged.get("dp_size") or 1, num_stages=merged.get("pp_size") or 1))
     if (merged.get("nnodes") or 1) != 1:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from sgl_batch.errors import EngineError
+from sgl_batch.managers.engine_death import SHUT_DOWN
 
 # How long cancelled tasks may take to end.
 _END_S = 2.0
@@ -32,7 +33,7 @@ class ClosedLoop:
         close = getattr(call, "close", None)
         if close is not None:
             close()  # else Python warns that nothing has awaited it
-        raise EngineError("the engine has been shut down: make another one")
+        raise EngineError(SHUT_DOWN)
 
 
 class OwnLoop:

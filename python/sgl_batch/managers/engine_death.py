@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from sgl_batch.errors import EngineError
 from sgl_batch.sglang_adapter.types.messages import RequestState
 
+SHUT_DOWN = "the engine has been shut down: make another one"
+
 
 class EngineDeath:
     """`error`: why the engine answers nothing any more; None while it lives.

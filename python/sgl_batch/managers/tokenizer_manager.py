@@ -23,7 +23,7 @@ from starlette.requests import Request
 
 from sgl_batch.core.output_order import OutputOrder
 from sgl_batch.errors import EngineError
-from sgl_batch.managers.engine_death import EngineDeath
+from sgl_batch.managers.engine_death import SHUT_DOWN, EngineDeath
 from sgl_batch.managers.failure_reporter import fault_text
 from sgl_batch.requests.abort_causes import RequestedAborts
 from sgl_batch.requests.field_checks import check_generation_fields, check_openai_fields
@@ -188,7 +188,7 @@ class BatchTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def note_end(self) -> None:
         """Note that the engine is shut down, unless its death is noted already. Later calls raise EngineError."""
         if self.death.is_raised:
-            self.note_death(EngineError("the engine has been shut down: make another one"))
+            self.note_death(EngineError(SHUT_DOWN))
 
     def _dispatch_to_scheduler(self, obj: object) -> None:
         self.death.raise_if_dead()

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 
 from sgl_batch.requests.request_fields import ALLOWED, COMPUTED, MEDIA, MEDIA_PARTS, OTHER_ENGINES, PASSED, REFUSED
-from sgl_batch.sglang_adapter.refusals import RefusalError
+from sgl_batch.sglang_adapter.refusals import INVALID_VALUE, RefusalError
 from sgl_batch.sglang_adapter.types.messages import GenerationRequest, OpenAIRequest
 
 NOT_SUPPORTED = "unsupported_field"
-INVALID_VALUE = "invalid_value"
 MISPLACED = "unknown_field"
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
 _PLACED_ELSEWHERE = COMPUTED | {"data_parallel_rank"}
@@ -39,10 +38,10 @@ def check_openai_fields(request: OpenAIRequest, given: Mapping[str, object], *, 
     _check_bias(values.get("logit_bias"))
     for name in ("messages", "prompt"):
         if given.get(name) in ([], ""):
-            raise RefusalError(f"{name} is empty; give something to answer", code=INVALID_VALUE, param=name)
-    if asks(given.get("top_logprobs") or None) and "top_logprobs" in fields and not given.get("logprobs"):
+            raise wrong_field(name, f"{name} is empty; give something to answer")
+    if given.get("top_logprobs") and "top_logprobs" in fields and not given.get("logprobs"):
         message = "top_logprobs is given without logprobs, and would be ignored: set logprobs to true"
-        raise RefusalError(message, code=INVALID_VALUE, param="top_logprobs")
+        raise wrong_field("top_logprobs", message)
     if not reads_media:
         for position, message in enumerate(getattr(request, "messages", ())):
             _check_parts(position, message.content)
@@ -63,8 +62,14 @@ def check_seed(name: str, value: object) -> None:
     """Check that a seed fits 64 bits."""
     if value is None or (type(value) is int and MIN_SEED <= value <= MAX_SEED):
         return
-    message = f"{name} is {shown(value)}; it must be a whole number of 64 bits, from {MIN_SEED} to {MAX_SEED}"
-    raise RefusalError(message, code=INVALID_VALUE, param=name)
+    raise wrong_field(
+        name, f"{name} is {shown(value)}; it must be a whole number of 64 bits, from {MIN_SEED} to {MAX_SEED}"
+    )
+
+
+def wrong_field(name: str, message: str) -> RefusalError:
+    """Return the refusal of a value that a field cannot have."""
+    return RefusalError(message, code=INVALID_VALUE, param=name)
 
 
 def shown(value: object) -> str:
@@ -129,8 +134,9 @@ def _check_bias(bias: object) -> None:
     """Check that the keys of logit_bias are token ids, which SGLang reads as numbers."""
     for token in bias if isinstance(bias, Mapping) else ():
         if not _TOKEN_ID.fullmatch(str(token)):
-            message = f"logit_bias has the key {shown(token)}; each must be a token id, a whole number"
-            raise RefusalError(message, code=INVALID_VALUE, param="logit_bias")
+            raise wrong_field(
+                "logit_bias", f"logit_bias has the key {shown(token)}; each must be a token id, a whole number"
+            )
 
 
 def _check_parts(position: int, content: object) -> None:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from sgl_batch.sglang_adapter.body_faults import first_fault, no_object
+from sgl_batch.sglang_adapter.refusals import wrong_value
 
 _VALIDATORS = "/entrypoints/openai/protocol.py"
 # SGLang answers in the forms of those APIs there, and without a path.
@@ -40,11 +41,6 @@ def refuse_wrong_bodies(app: Any) -> Callable[[], None]:
         app.exception_handlers.update(before)
 
     return undo
-
-
-def wrong_value(message: str, param: str | None) -> dict[str, Any]:
-    """Return the error of a body with a wrong value: message, type, param and code."""
-    return {"message": message, "type": "invalid_request_error", "param": param, "code": "invalid_value"}
 
 
 async def _refuse_unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -9,8 +9,7 @@ from typing import Any
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.body_faults import first_fault
-from sgl_batch.sglang_adapter.http_errors import wrong_value
-from sgl_batch.sglang_adapter.refusals import Check, RefusalError, fault_of, with_check
+from sgl_batch.sglang_adapter.refusals import Check, RefusalError, fault_of, with_check, wrong_value
 
 with bootstrap.importing():
     from pydantic import ValidationError

@@ -30,6 +30,9 @@ Raises RefusalError.
 """
 
 
+INVALID_VALUE = "invalid_value"
+
+
 class RefusalError(ValueError):
     """A request that is refused: SGLang's endpoints answer 400. `param` is the field at fault."""
 
@@ -114,6 +117,11 @@ def fault_of(refused: RefusalError | EngineAbortError) -> dict[str, Any]:
         "param": _own_name(refused.param),
         "code": refused.code,
     }
+
+
+def wrong_value(message: str, param: str | None) -> dict[str, Any]:
+    """Return the error of a body with a wrong value, which no endpoint answers yet."""
+    return fault_of(RefusalError(message, code=INVALID_VALUE, param=param))
 
 
 def _own_name(param: str | None) -> str | None:

@@ -5,7 +5,7 @@ SGLang takes such values and fails on them later, when everything is loaded. Wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -23,8 +23,13 @@ def check_names(arguments: Mapping[str, object], sglang_names: Collection[str]) 
     """Raise ConfigError for an argument that neither SGLang nor this package has, with the name that may be meant."""
     for name in arguments:
         if name not in sglang_names:
-            near = get_close_matches(name, [*sglang_names, *field_names()], n=1)
-            raise ConfigError(f"there is no argument {name}" + (f"; did you mean {near[0]}?" if near else ""))
+            raise ConfigError(f"there is no argument {name}{did_you_mean(name, [*sglang_names, *field_names()])}")
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return the end of a message about an unknown name: the one that may be meant, or nothing."""
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def check_ranges(arguments: Mapping[str, Any]) -> None:
