@@ -1,6 +1,6 @@
 // Owns scratch memory that outlives a call: it grows, stays, and lies on huge pages where the kernel grants them. What a
-// large call took beyond the next ones' needs is given back. In a build with AddressSanitizer nothing can be read or
-// written between and behind its parts.
+// large call took is given back once many calls in a row have needed less. In a build with AddressSanitizer nothing can be
+// read or written between and behind its parts.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +28,12 @@ class Workspace {
   // At least `bytes` bytes, aligned to a page; their content is undefined. Valid until the next call.
   void* at_least(size_t bytes) {
     if (bytes > size_) grow(bytes);
-    if (bytes + kSpare < touched_) give_back(bytes);
+    largest_ = std::max(largest_, bytes);
     touched_ = std::max(touched_, bytes);
+    if (++calls_ == kCalls) {
+      if (largest_ + kSpare < touched_) give_back(largest_);
+      calls_ = 0, largest_ = bytes;
+    }
 #ifdef __SANITIZE_ADDRESS__
     ASAN_UNPOISON_MEMORY_REGION(memory_, bytes);
     ASAN_POISON_MEMORY_REGION(static_cast<char*>(memory_) + bytes, size_ - bytes);
@@ -39,6 +43,8 @@ class Workspace {
 
  private:
   static constexpr size_t kSpare = size_t{32} << 20;  // less is kept: to touch it anew takes longer than a small call
+  // Decided upon together. More than a forward pass has: its last layer can need little where the others need much.
+  static constexpr int kCalls = 512;
 
   void give_back(size_t bytes) {
     const size_t kept = whole_huge_pages(bytes);
@@ -64,6 +70,8 @@ class Workspace {
 
   void* memory_ = nullptr;
   size_t size_ = 0, touched_ = 0;
+  size_t largest_ = 0;  // of the last calls_ calls
+  int calls_ = 0;
 };
 
 // Each part begins at a cache line of its own.
