@@ -72,6 +72,7 @@ from sgl_batch.sglang_adapter.types.batches import BatchResult, ScheduleBatch
 from sgl_batch.sglang_adapter.types.messages import AbortRequest, PauseRequest, StateChange
 from sgl_batch.sglang_adapter.types.requests import Request
 from sgl_batch.startup.decode_setup import settle_decode
+from sgl_batch.startup.first_passes import reserve_first_passes
 from sgl_batch.startup.kv_ahead import kv_ahead, take_at_start
 from sgl_batch.startup.partition_setup import settle_partitions
 from sgl_batch.startup.start_setup import attention_of, settle_decode_kv, settle_overlap, why_no_drafts
@@ -114,6 +115,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
         self.rank_steps = None if context.rank_context is None else self._join(context.rank_context)
         check_overlap(context.config.schedule.overlap, several_ranks=self.rank_steps is not None)
         context.start_log.end("choices settled")
+        reserve_first_passes(runner, context)
         self._kv_ahead = kv_ahead(runner, context)
         take_at_start(self._kv_ahead)
         context.start_log.end(f"memory for KV taken, {format_bytes(self._kv_ahead.taken_bytes)}")

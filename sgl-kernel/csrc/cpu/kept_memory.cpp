@@ -12,6 +12,7 @@
 #include <unordered_map>
 
 #include "huge_memory.h"
+#include "reserved_memory.h"
 
 namespace sgl_batch {
 namespace {
@@ -55,7 +56,7 @@ class KeptMemory final : public c10::Allocator {
     }
     Memory found{};
     if (best == kept_.end()) {
-      found = {map_huge_pages(bytes), bytes};
+      found = {take_huge_pages(bytes), bytes};
       TORCH_CHECK(found.data != nullptr, "there is no memory for a tensor of ", bytes, " bytes");
     } else {
       found = *best;
@@ -103,7 +104,16 @@ void keep_memory(int64_t most_bytes) {
   c10::SetCPUAllocator(&kept, /*priority=*/1);
 }
 
+int64_t reserve(int64_t most_bytes, double seconds, int64_t threads) {
+  TORCH_CHECK(most_bytes >= 0 && threads >= 1, most_bytes, " bytes are to be reserved by ", threads,
+              " threads: give 0 bytes or more, and 1 thread or more");
+  return static_cast<int64_t>(reserve_memory(static_cast<size_t>(most_bytes), seconds, static_cast<int>(threads)));
+}
+
 }  // namespace
 }  // namespace sgl_batch
 
-TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) { library.def("keep_memory(int most_bytes) -> ()", sgl_batch::keep_memory); }
+TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
+  library.def("keep_memory(int most_bytes) -> ()", sgl_batch::keep_memory);
+  library.def("reserve_memory(int most_bytes, float seconds, int threads) -> int", sgl_batch::reserve);
+}

@@ -8,6 +8,7 @@
 #include <new>
 
 #include "huge_memory.h"
+#include "reserved_memory.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -54,7 +55,7 @@ class Workspace {
 
   void grow(size_t bytes) {
     release();
-    memory_ = map_huge_pages(whole_huge_pages(bytes));
+    memory_ = take_huge_pages(whole_huge_pages(bytes));
     if (memory_ == nullptr) throw std::bad_alloc();
     size_ = whole_huge_pages(bytes);
   }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-INTERFACE = 8
+INTERFACE = 9
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -35,6 +35,17 @@ def keep_memory(most_bytes: int) -> None:
     Raises RuntimeError for less than 0.
     """
     _ops.keep_memory(most_bytes)
+
+
+def reserve_memory(most_bytes: int, seconds: float, threads: int) -> int:
+    """Have the operating system give memory now that scratch and large tensors take later, before they take any other.
+
+    By so many threads, for about so many seconds. Returns how many bytes it has given, up to `most_bytes` rounded up to
+    huge pages; 0 where it cannot, before Linux 5.14. What an earlier call left goes back. Raises RuntimeError for less
+    than 0 bytes or 1 thread.
+    """
+    given: int = _ops.reserve_memory(most_bytes, seconds, threads)
+    return given
 
 
 def pack_(weight: torch.Tensor) -> None:

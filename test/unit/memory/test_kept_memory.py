@@ -1,4 +1,4 @@
-"""Large tensors take the memory that others freed, up to a limit. In a process of its own, for it lasts."""
+"""Large tensors take what was reserved, then what others freed, up to a limit. In processes of their own: it lasts."""
 
 from __future__ import annotations
 
@@ -88,8 +88,63 @@ print(len(wrong), int(before.sum()), int(small.sum()), int(large[: 4 * MIB].sum(
     assert found == [0, *(int(torch.arange(size).sum()) for size in (MIB, 10, 4 * MIB)), 0]
 
 
-def test_a_limit_below_zero_is_refused() -> None:
+def test_tensors_take_what_was_reserved_and_then_new_memory() -> None:
+    program = """
+faults(32 * MIB)
+keep(1024 * MIB)
+given = native_kernels().reserve_memory(63 * MIB, 60.0, 2)
+tensors, counts = [], []
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors.append(torch.empty(32 * MIB, dtype=torch.uint8).fill_(1))
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(given, *counts)
+"""
+    given, first, second, third = map(int, run(program).split())
+    assert given == 64 * MIB  # whole huge pages
+    assert max(first, second) < 8
+    assert third >= 16
+
+
+def test_freed_pieces_of_a_reserve_and_what_a_new_one_replaces_go_back() -> None:
+    program = """
+keep(0)
+reserve, before = native_kernels().reserve_memory, resident_bytes()
+reserve(128 * MIB, 60.0, 2)
+reserved = resident_bytes()
+tensor = torch.empty(64 * MIB, dtype=torch.uint8).fill_(1)
+used = resident_bytes()
+del tensor
+freed = resident_bytes()
+reserve(0, 60.0, 2)
+print(reserved - before, used - reserved, used - freed, freed - resident_bytes())
+"""
+    reserved, used, freed, replaced = map(int, run(program).split())
+    assert reserved == pytest.approx(128 * MIB, abs=16 * MIB)
+    assert used == pytest.approx(0, abs=16 * MIB)
+    assert freed == pytest.approx(64 * MIB, abs=16 * MIB)
+    assert replaced == pytest.approx(64 * MIB, abs=16 * MIB)
+
+
+def test_a_reserve_is_only_what_was_given_in_time() -> None:
+    program = """
+keep(1024 * MIB)
+given = native_kernels().reserve_memory(1 << 40, 0.05, 2)
+tensor = torch.full((16 * MIB,), 7)
+print(given, int((tensor == 7).all()))
+"""
+    given, is_whole = map(int, run(program).split())
+    assert given < 64 << 30
+    assert given % (2 * MIB) == 0
+    assert is_whole == 1
+
+
+def test_numbers_below_their_least_are_refused() -> None:
     kernels = native_kernels()
     assert kernels is not None
     with pytest.raises(RuntimeError, match="at most -1 bytes"):
         kernels.keep_memory(-1)
+    with pytest.raises(RuntimeError, match="-1 bytes are to be reserved by 2 threads"):
+        kernels.reserve_memory(-1, 1.0, 2)
+    with pytest.raises(RuntimeError, match="0 bytes are to be reserved by 0 threads"):
+        kernels.reserve_memory(0, 1.0, 0)
