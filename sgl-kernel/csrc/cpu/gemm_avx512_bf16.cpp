@@ -65,16 +65,15 @@ struct TilePairs {
 struct UncodedNumbers {
   explicit UncodedNumbers(const Tile& tile) : one(uncoded(tile.panel, tile.k)), block(one->place / kCodedBlockNumbers) {}
 
-  void put(VecW (&numbers)[4]) {
-    alignas(64) uint16_t all[kCodedBlockNumbers];
-    for (int i = 0; i < 4; ++i) store_words(all + i * kPanel, numbers[i]);
+  // The numbers of the block at `from`, with those that have no code. Decoded anew: to keep them for this would take registers.
+  [[gnu::noinline]] void put(const uint16_t* from, uint32_t base, uint16_t* all) {
+    decode_blocks(from, 1, base, all);
     const uint32_t here = block;
     do {
       all[one->place % kCodedBlockNumbers] = one->number;
       ++one;
       block = one->place / kCodedBlockNumbers;
     } while (block == here);
-    for (int i = 0; i < 4; ++i) numbers[i] = load_words(all + i * kPanel);
   }
 
   const Uncoded* one;
@@ -107,7 +106,11 @@ struct TileCodedPairs {
       VecW weights[4];
 #pragma GCC unroll 4
       for (int group = 0; group < 4; ++group) weights[group] = words.numbers(group, exponents);
-      if (__builtin_expect(block == others.block, 0)) others.put(weights);
+      if (__builtin_expect(block == others.block, 0)) {
+        alignas(64) uint16_t all[kCodedBlockNumbers];
+        others.put(from, tile.base, all);
+        for (int group = 0; group < 4; ++group) weights[group] = load_words(all + group * kPanel);
+      }
       if (decoded != nullptr) {
 #pragma GCC unroll 4
         for (int group = 0; group < 4; ++group) store_words(decoded + group * kPanel, weights[group]);
