@@ -6,7 +6,6 @@ import os
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -79,21 +78,21 @@ def start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def killing(start: Start, victim: Callable[[Start], int | None]) -> Iterator[None]:
     """Kill the process that `victim` names as soon as it names one."""
 
-    def watch(over: threading.Event) -> None:
-        next_look = 0.0
-        while not over.is_set():
+    # A look goes through all processes of the machine, which may take longer than what is left of the start: it has a
+    # thread of its own.
+    def look(over: threading.Event) -> None:
+        while not over.wait(0.2):
+            start.look()
+
+    def kill(over: threading.Event) -> None:
+        while not over.wait(0.005):
             pid = victim(start)
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
-            # It goes through all processes of the machine, which may take longer than what is left of the start.
-            if pid is not None or time.monotonic() > next_look:
                 start.look()
-                next_look = time.monotonic() + 0.2
-            if pid is not None:
                 return
-            time.sleep(0.005)
 
-    with in_background(watch):
+    with in_background(look), in_background(kill):
         yield
 
 
