@@ -53,6 +53,7 @@ class GrowthTrial:
 
     def __init__(self, ledger: PageLedger, plan: Plan, *, request_slots: int = 0) -> None:
         self._ledger, self._plan = ledger.copy(), plan
+        self._borrower = ledger.borrower  # before the trial
         self._grown: dict[str, tuple[SequenceState, int]] = {}
         self._lent: SequenceState | None = None
         self.lacking: list[SequenceState] = []
@@ -108,8 +109,13 @@ class GrowthTrial:
         return first
 
     def grow(self, of: Iterable[SequenceState] | None = None) -> tuple[Action, ...]:
-        """Return what has changed as an action, if anything has; `of`: only with the extensions of these sequences."""
-        names = self._grown if of is None else [sequence.sequence_id for sequence in of]
+        """Return what has changed as an action, if anything has; `of`: only with the extensions of these sequences.
+
+        A loan comes with the extension of who borrowed before, which made it possible.
+        """
+        names = list(self._grown) if of is None else [sequence.sequence_id for sequence in of]
+        if self._lent is not None and self._borrower is not None and self._borrower not in names:
+            names.append(self._borrower)
         pages = tuple(self._grown[name] for name in names if name in self._grown)
         stalled = tuple(one for one in self.lacking if one.sequence_id not in self._ledger.stalled)
         if not (pages or stalled or self._lent):

@@ -13,7 +13,7 @@ from virtual_growth import VirtualGrowth
 
 from sgl_batch.core.admission import Admission, first_pages, select_prefill_group
 from sgl_batch.core.admission_policy import RESERVE, AdmissionPolicy, Forecast, Reserve, TwoPage, make_admission
-from sgl_batch.core.growth import GrowthTrial
+from sgl_batch.core.growth import GrowthTrial, carry_out
 from sgl_batch.core.page_ledger import PageLedger
 from sgl_batch.core.replay import replay
 
@@ -158,6 +158,24 @@ def test_one_that_cannot_be_extended_borrows_and_only_one():
     assert trial.lacking == [second]
     (grow,) = trial.grow()
     assert (grow.borrower, grow.stalled, grow.pages) == (first, (second,), ())
+
+
+def test_a_loan_takes_the_growth_that_ended_the_one_before_it():
+    """Also where the former borrower is not among those that run, for whose extensions `grow` is asked."""
+    ledger = PageLedger(23, 8, policy=TwoPage())
+    ledger.reserve("has the largest gap", 3, whole=16)
+    former, lacks = (sequence(i, prompt=8, new=73) for i in range(2))
+    for one in (former, lacks):
+        ledger.reserve(one.sequence_id, 3, whole=10)
+        one.generated_tokens = 9
+    ledger.lend(former.sequence_id)
+    trial = GrowthTrial(ledger, PLAN)
+    assert (trial.may_run(former), trial.may_run(lacks)) == (True, False)
+    assert trial.lend() is lacks
+    (grow,) = trial.grow([lacks])
+    carry_out(grow, ledger)
+    assert ledger.borrower == lacks.sequence_id
+    assert ledger.held(former.sequence_id) == 4
 
 
 POLICIES: list[type[AdmissionPolicy]] = [TwoPage, Forecast]
