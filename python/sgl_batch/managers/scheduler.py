@@ -140,7 +140,7 @@ class BatchScheduler(Scheduler):  # type: ignore[misc]
             on_cpu=self.server_args.device == "cpu",
             exclusive_store=self._tiers is not None and self._tiers.stored.exclusive,
         )
-        count, mode = 1 if ranks is None else ranks.topology.num_ranks, choices.decode_kv.mode
+        mode, count = choices.decode_kv.mode, context.num_ranks
         kv, policy = kv_form(self, context.counters, self._tiers, mode, admission, memory, num_ranks=count)
         order = make_order(context.config.schedule.order)
         executor = BoundaryExecutor(

@@ -279,7 +279,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             forward.decode_graph_memory,
             device_captures=self.context.graphs is not None and graphs_wanted(self.server_args),
             metadata_on_device=self.server_args.attention_backend in DEVICE_METADATA_BACKENDS,
-            num_ranks=1 if self._rank_context is None else self._rank_context.topology.num_ranks,
+            num_ranks=self.context.num_ranks,
             streamed_weights=self._operators.streams_weights,
             reports_expert_choices=bool(self.server_args.enable_return_routed_experts),
             yields_to_user=forward.on_yield is not None,
@@ -344,7 +344,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             UntouchedPages(pool.all_parts, pool.layer_num, page_size, all_at_once=memory.kv_store_bytes > 0),
             staged_bytes=2 * page_bytes // pool.layer_num if self._stages_prompts else 0,
             budget=memory.process_bytes,
-            num_ranks=1 if self._rank_context is None else self._rank_context.topology.num_ranks,
+            num_ranks=self.context.num_ranks,
         )
 
     def _exchange(self, rank_context: RankContext, family: Family) -> ExpertExchange | None:

@@ -47,6 +47,11 @@ class RunContext:
         return 0 if self.rank_context is None else self.rank_context.rank
 
     @property
+    def num_ranks(self) -> int:
+        """How many ranks the engine has."""
+        return 1 if self.rank_context is None else self.rank_context.topology.num_ranks
+
+    @property
     def world_store(self) -> Path:
         """The file at which this process's group of torch.distributed, of one rank, meets."""
         return self.rendezvous.directory / f"world-{self.rank}"

@@ -28,7 +28,7 @@ def reserve_first_passes(runner: BatchModelRunner, context: RunContext, *, free:
     kernels = native_kernels()
     if runner.device != "cpu" or kernels is None or context.config.memory.weights != "resident":
         return 0
-    plan, ranks = context.in_force.plan, context.rank_context
+    plan = context.in_force.plan
     most_bytes = min(
         pass_bytes(
             model_shape(runner.model_config),
@@ -36,7 +36,7 @@ def reserve_first_passes(runner: BatchModelRunner, context: RunContext, *, free:
             sequences=plan.decode.b_moe,
             b_attn=plan.prefill.b_attn,
         ),
-        free() // _SHARE_OF_FREE // (1 if ranks is None else ranks.topology.num_ranks),
+        free() // _SHARE_OF_FREE // context.num_ranks,
         runner.weight_bytes // _SHARE_OF_WEIGHTS,
     )
     given: int = kernels.reserve_memory(most_bytes, _SECONDS_OF_START, torch.get_num_threads())

@@ -30,7 +30,7 @@ def kv_ahead(runner: BatchModelRunner, context: RunContext, *, free: Callable[[]
         return MemoryAhead([], 0)
     most_bytes = most_bytes_ahead(
         free(),
-        num_ranks=1 if context.rank_context is None else context.rank_context.topology.num_ranks,
+        num_ranks=context.num_ranks,
         page_bytes=page_size * runner.kv_token_bytes,
         most_pages=runner.max_running_requests * pages_for(runner.model_config.context_len, page_size),
         weight_bytes=runner.weight_bytes,
