@@ -97,7 +97,7 @@ FAULTS = (
     _fault(
         "a prefill group is larger than b_moe",
         "admission",
-        "tokens + unit.leader.prefill_rows > b_moe",
+        "tokens + rows > b_moe",
         "tokens > b_moe",
         "test_admission.py",
     ),
@@ -158,6 +158,13 @@ FAULTS = (
         "test_growth.py",
     ),
     _fault(
+        "a loan comes without the extension that made it possible",
+        "growth",
+        "            names.append(self._borrower)\n",
+        "            pass\n",
+        "test_growth.py",
+    ),
+    _fault(
         "prompts stay on a device that has no room",
         "exclusive",
         "for unit in units) <= capacity.device",
@@ -189,8 +196,8 @@ FAULTS = (
     ),
     _fault(
         "a sequence moves to a rank without pages for it",
-        "rank_agreement",
-        "item.pages <= self.free_pages and stored",
+        "arrival_room",
+        "pages <= self.pages and stored",
         "stored",
         "test_rank_moves.py",
         "test_rank_schedules.py",
