@@ -1,4 +1,4 @@
-"""Owns the rule that each fault that can be seeded is one of a line that the source has, and of tests that there are."""
+"""Owns the rule that each fault that can be seeded is one of a line in the source, and of tests that there are."""
 
 from __future__ import annotations
 
