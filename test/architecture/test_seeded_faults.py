@@ -11,6 +11,5 @@ from long.seeded_faults import FAULTS, Fault
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_the_source_has_the_line_and_the_tests_are_there(fault: Fault, repo_root: Path) -> None:
-    source = repo_root / "python" / "sgl_batch" / "core" / f"{fault.module}.py"
-    assert fault.old in source.read_text()
-    assert all((repo_root / "test" / "unit" / "core" / name).is_file() for name in fault.tests)
+    assert fault.old in fault.source(repo_root / "python" / "sgl_batch").read_text()
+    assert all(file.is_file() for file in fault.test_files())

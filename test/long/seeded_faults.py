@@ -30,6 +30,14 @@ class Fault:
     new: str
     tests: tuple[str, ...]
 
+    def source(self, package: Path) -> Path:
+        """Return the file of the module in a copy of the package."""
+        return package / "core" / f"{self.module}.py"
+
+    def test_files(self) -> list[Path]:
+        """Return the files of the tests."""
+        return [_ROOT / "test" / "unit" / "core" / name for name in self.tests]
+
 
 def _fault(what: str, module: str, old: str, new: str, *tests: str) -> Fault:
     return Fault(what=what, module=module, old=old, new=new, tests=tests)
@@ -226,13 +234,12 @@ def is_caught(fault: Fault) -> bool | None:
     with tempfile.TemporaryDirectory(prefix="seeded-fault-") as folder:
         package = Path(folder) / "sgl_batch"
         shutil.copytree(_ROOT / "python" / "sgl_batch", package)
-        source = package / "core" / f"{fault.module}.py"
+        source = fault.source(package)
         text = source.read_text()
         if fault.old not in text:
             return None
         source.write_text(text.replace(fault.old, fault.new))
-        tests = [str(_ROOT / "test" / "unit" / "core" / name) for name in fault.tests]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, fault.test_files())]
         environment = {**os.environ, "PYTHONPATH": folder}
         done = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, env=environment, check=False)
         assert done.returncode in (0, 1), f"the tests do not run: {done.stdout[-2000:]}{done.stderr[-2000:]}"

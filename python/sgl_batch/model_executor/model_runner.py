@@ -229,7 +229,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         if family is None:
             # For models whose config could not be read before the start.
             has_experts = bool(expert_layers(self.model))
-            num_ranks = 1 if self._rank_context is None or not has_experts else self._rank_context.topology.num_ranks
+            num_ranks = self.context.num_ranks if has_experts else 1
             check_without_adapter(type(self.model).__name__, self.context.config, num_ranks=num_ranks)
             return
         if not self._can_reenter:
