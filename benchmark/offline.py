@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from comparison.cpu_bound import Rates, bound_text, least_work
 from comparison.cpu_bound import as_json as bound_json
 from comparison.figures import Spread, spread
 from comparison.report import Record, as_json, markdown
-from comparison.rounds import ENGINE_MODULES, EngineRun, Settings, engine_of, run_rounds
+from comparison.rounds import ENGINE_MODULES, SAMPLING_ENGINES, EngineRun, Settings, engine_of, run_rounds
 from comparison.terminal import exit_code, say
 from comparison.workload import (
     DEFAULT_OUTPUT_LEN,
@@ -35,6 +36,12 @@ from sgl_batch.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent
 # Layers of the random checkpoints.
 MADE = {"qwen3-moe": 12, "qwen3": 28}
+# What tokens are sampled by, with the least and the largest value of each.
+_SAMPLING = {
+    "temperature": (float, 0, 2, "sample at this temperature, each prompt from a seed of its own (0, greedy)"),
+    "top_p": (float, 0, 1, "of the most probable tokens, which make up this share together (1)"),
+    "top_k": (int, 1, math.inf, "of so many of the most probable tokens (all)"),
+}
 DESCRIPTION = """\
 Measure the same offline workload through several engines, each in a fresh process, alternating round by round.
 
@@ -54,7 +61,8 @@ Measure the same offline workload through several engines, each in a fresh proce
 Engines that are not installed here run from environments of their own (--engine-env); benchmark/peers/ makes them.
 
 Timed is the answering of all prompts; loading the model and a warm-up are not. Every engine gets the same token
-ids and must return exactly the number of tokens asked for. Greedy; no token ends an output early.
+ids and must return exactly the number of tokens asked for. Greedy, unless --temperature is given; no token ends an
+output early.
 """
 EPILOG = """\
 examples:
@@ -97,6 +105,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     what.add_argument("--seed", type=int, default=0, help="of the random prompts (0)")
     what.add_argument("--jsonl", type=Path, metavar="FILE", help="OpenAI batch request lines instead of random prompts")
+    for name, (kind, _, _, meaning) in _SAMPLING.items():
+        what.add_argument(f"--{name.replace('_', '-')}", type=kind, help=meaning)
     what.add_argument("--chat", action="store_true", help="put the prompts of --jsonl through the chat template")
     how = parser.add_argument_group("how to run it")
     how.add_argument("--engines", help="comma-separated, in this order (all that are named above or by --engine-env)")
@@ -235,6 +245,24 @@ def build_workload(args: argparse.Namespace) -> Workload:
     return workload
 
 
+def parse_sampling(args: argparse.Namespace, engines: Sequence[str]) -> dict[str, float]:
+    """Return what is given of temperature, top_p and top_k; nothing for greedy tokens. Raises ConfigError."""
+    found = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    if not found.get("temperature"):
+        if found.keys() - {"temperature"}:
+            raise ConfigError("--top-p and --top-k cut what is sampled: they need a --temperature above 0")
+        return {}
+    for name, (_, least, most, _) in _SAMPLING.items():
+        if name in found and not least <= found[name] <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} is {found[name]:g}; it is from {least} to {most}")
+    greedy = [name for name in engines if engine_of(name) not in SAMPLING_ENGINES]
+    if greedy:
+        raise ConfigError(
+            f"--temperature: {', '.join(greedy)} can only be compared greedily here; --engines names those to compare"
+        )
+    return found
+
+
 def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
     """Return the settings of every round. Raises ConfigError."""
     positive = (("--rounds", args.rounds), ("--timeout-s", args.timeout_s), ("--hf-batch", args.hf_batch))
@@ -250,6 +278,7 @@ def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
         timeout_s=args.timeout_s,
         hf_batch=args.hf_batch,
         full_warm_up=args.full_warm_up,
+        sampling=parse_sampling(args, parse_engines(args.engines, environments)),
         threads=args.threads,
         python_of={name: this_python() for name in ENGINE_MODULES} | environments,
         arguments_of=parse_engine_arguments(args.engine_arg, environments),

@@ -58,10 +58,10 @@ def _speed_of(tokens: int, run: EngineRun) -> dict[int, float]:
     return run.by_round(lambda done: tokens / done.wall_s)
 
 
-def _agreements(runs: Sequence[EngineRun]) -> dict[str, Agreement]:
+def _agreements(runs: Sequence[EngineRun], *, sampled: bool) -> dict[str, Agreement]:
     """Compare each engine's greedy outputs with the first engine's, from the first round of each."""
     done = [run for run in runs if run.rounds]
-    if not done:
+    if not done or sampled:
         return {}
     reference = done[0].rounds[0].outputs
     return {run.name: agreement(reference, run.rounds[0].outputs) for run in done[1:]}
@@ -71,7 +71,7 @@ def summaries(record: Record) -> dict[str, Any]:
     """Return for each engine the spreads of times, speeds, memory and ratios, and agreement, or its error."""
     workload, found = record.workload, {}
     both = workload.prompt_tokens + workload.output_tokens
-    agreements = _agreements(record.runs)
+    agreements = _agreements(record.runs, sampled=bool(record.settings.sampling))
     for run in record.runs:
         walls = run.by_round(lambda done: done.wall_s)
         others = {other.name: other.by_round(lambda done: done.wall_s) for other in record.runs if other is not run}
@@ -97,14 +97,16 @@ def markdown(record: Record) -> str:
     others = spread(cores for cores in known if cores is not None)
     load = f"other programs kept {others.text(1)} cores busy while engines were timed" if others else "load not known"
     source = record.source["commit"] or "no git commit"
+    asked = ", ".join(f"{name} {value:g}" for name, value in record.settings.sampling.items())
+    sampling = f"sampled at {asked}" if asked else "greedy"
     changed = f" with {record.source['changed_files']} changed files" if record.source["changed_files"] else ""
     sections = [
-        f"{record.workload.description}; {record.settings.model.name}, {record.settings.dtype}; "
+        f"{record.workload.description}; {record.settings.model.name}, {record.settings.dtype}; {sampling}; "
         f"rounds: {record.settings.rounds}, alternating, a fresh process each.",
         f"{machine.describe(record.machine)}; {load}.",
         f"{record.started:%Y-%m-%d}, {source[:12]}{changed}: `{shlex.join(record.command)}`",
         _load_warning(record.runs),
-        _engine_table(found),
+        _engine_table(found, greedy=not record.settings.sampling),
         _ratio_table(found, names),
         _part_table(record.runs),
         _plans(record.runs),
@@ -145,7 +147,7 @@ def _cell(value: Spread | None, digits: int) -> str:
     return "" if value is None else value.text(digits)
 
 
-def _engine_table(found: dict[str, Any]) -> str:
+def _engine_table(found: dict[str, Any], *, greedy: bool) -> str:
     rows, faults = [], []
     reference = next((name for name, engine in found.items() if engine["wall_s"] is not None), None)
     for name, engine in found.items():
@@ -159,7 +161,7 @@ def _engine_table(found: dict[str, Any]) -> str:
                 _cell(engine["output_tokens_per_s"], 1),
                 "" if memory is None else f"{memory.median / 2**30:.1f}",
                 "" if engine["start_s"] is None else f"{engine['start_s'].median:.0f}",
-                "reference" if name == reference else same.text() if same else "",
+                "reference" if name == reference and greedy else same.text() if same else "",
                 "ok" if fault is None else fault.partition(":")[0],
             ]
         )

@@ -31,6 +31,10 @@ ENGINE_MODULES = {
     "openvino": "openvino_genai",
     "llamacpp": "llama_cpp",
 }
+# Of these, the ones that our runners let sample.
+SAMPLING_ENGINES = frozenset(
+    name for name, module in ENGINE_MODULES.items() if module in ("sgl_batch", "sglang", "vllm")
+)
 
 
 def engine_of(label: str) -> str:
@@ -40,7 +44,7 @@ def engine_of(label: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of every round."""
+    """The settings of every round. `sampling`: temperature, top_p and top_k; empty for greedy tokens."""
 
     model: Path
     dtype: str
@@ -48,6 +52,7 @@ class Settings:
     timeout_s: float
     hf_batch: int
     full_warm_up: bool
+    sampling: dict[str, float]
     threads: int | None
     python_of: dict[str, str]
     arguments_of: dict[str, dict[str, Any]]
@@ -166,6 +171,7 @@ def _spec(name: str, workload: Workload, settings: Settings) -> dict[str, Any]:
         "output_lens": workload.output_lens,
         "hf_batch": settings.hf_batch,
         "full_warm_up": settings.full_warm_up,
+        "sampling": settings.sampling,
         "arguments": settings.arguments_of.get(name, {}),
     }
 

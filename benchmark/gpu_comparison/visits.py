@@ -110,7 +110,7 @@ class Run:
             "model": str(self._settings.model),
             "dtype": "bfloat16",
             "arguments": case.arguments,
-            "temperature": TEMPERATURE,
+            "sampling": {"temperature": TEMPERATURE},
             "prompts": workload.prompts,
             "output_lens": workload.output_lens,
             "profile": profile,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Mapping
 from typing import Any
 
 # The arguments of our engine's variants.
@@ -19,19 +20,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class SglangRunner:
     """An engine with sglang.Engine's interface, which generates exact numbers of tokens.
 
-    `temperature`: 0 is greedy. Else each prompt has a seed of its own, which stock takes in its deterministic mode
-    only: otherwise it samples by the engine's `random_seed`.
+    `sampling`: temperature, top_p and top_k; without a temperature tokens are greedy. Else each prompt has a seed of
+    its own, which stock takes in its deterministic mode only: otherwise it samples by the engine's `random_seed`.
     """
 
-    def __init__(self, engine: Any, *, temperature: float = 0.0) -> None:
-        self.engine, self._temperature = engine, temperature
+    def __init__(self, engine: Any, sampling: Mapping[str, Any] | None = None) -> None:
+        self.engine, self._sampling = engine, {"temperature": 0.0, **(sampling or {})}
         atexit.register(engine.shutdown)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
         sampling: list[dict[str, Any]] = [
-            {"temperature": self._temperature, "max_new_tokens": n, "ignore_eos": True} for n in output_lens
+            {**self._sampling, "max_new_tokens": n, "ignore_eos": True} for n in output_lens
         ]
-        if self._temperature:
+        if self._sampling["temperature"]:
             for seed, asked in enumerate(sampling):
                 asked["sampling_seed"] = seed
         answers = self.engine.generate(input_ids=prompts, sampling_params=sampling)
@@ -54,12 +55,11 @@ class SglangRunner:
 
 def start(spec: dict[str, Any]) -> SglangRunner:
     """Start the engine that the spec names: sgl_batch, a variant of it, or stock."""
-    temperature = spec.get("temperature", 0.0)
     arguments = {"model_path": spec["model"], "dtype": spec["dtype"], "log_level": "error", **spec["arguments"]}
     if spec["engine"] == "stock":
         from sgl_batch.sglang_adapter.stock_engine import StockEngine
 
-        return SglangRunner(StockEngine(**arguments), temperature=temperature)
+        return SglangRunner(StockEngine(**arguments), spec.get("sampling"))
     from sgl_batch import Engine
 
-    return SglangRunner(Engine(**arguments, **VARIANTS[spec["engine"]]), temperature=temperature)
+    return SglangRunner(Engine(**arguments, **VARIANTS[spec["engine"]]), spec.get("sampling"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ _TELLING = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM
 
 
 class VllmRunner:
-    """vllm.LLM, which generates exact numbers of greedy tokens."""
+    """vllm.LLM, which generates exact numbers of tokens: greedy ones, or by `sampling`, SamplingParams' fields."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, llm: Any, sampling: Mapping[str, Any] | None = None) -> None:
+        self._llm, self._sampling = llm, {"temperature": 0.0, **(sampling or {})}
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
         from vllm import SamplingParams
 
-        sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in output_lens]
+        sampling = [SamplingParams(**self._sampling, max_tokens=n, ignore_eos=True) for n in output_lens]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         answers = self._llm.generate(requests, sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
@@ -36,7 +37,8 @@ def start(spec: dict[str, Any]) -> VllmRunner:
     set_up_cpu()
     from vllm import LLM
 
-    return VllmRunner(LLM(model=spec["model"], dtype=spec["dtype"], **spec["arguments"]))
+    llm = LLM(model=spec["model"], dtype=spec["dtype"], **spec["arguments"])
+    return VllmRunner(llm, spec.get("sampling"))
 
 
 def set_up_cpu() -> None:

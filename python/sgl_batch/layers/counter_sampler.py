@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -122,10 +123,15 @@ def _groups_of(rows: Sequence[RowParameters], vocab_size: int, device: torch.dev
     ]
 
 
+def _kernels_for(rows: torch.Tensor) -> ModuleType | None:
+    return native_kernels() if rows.device.type == "cpu" else None
+
+
 class CounterSampler(Sampler):  # type: ignore[misc]
     """SGLang's sampler with our draw. Every row has a seed; greedy rows take the largest logit.
 
-    The rows' parameters are read on the host, from `KnownSampling`: no step waits for the device here.
+    On a CPU the native kernel draws for all rows. Elsewhere rows are grouped by their filters, which are read on the
+    host, from `KnownSampling`: no step waits for the device here.
     """
 
     def forward(
@@ -151,7 +157,7 @@ class CounterSampler(Sampler):  # type: ignore[misc]
 
     def _largest(self, logits: torch.Tensor, sampling_info: Any) -> torch.Tensor | None:
         """Return the tokens of greedy rows by the native kernel; None where torch takes them."""
-        kernels = native_kernels() if logits.device.type == "cpu" else None
+        kernels = _kernels_for(logits)
         if kernels is None:
             return None
         tokens: torch.Tensor = kernels.argmax(self._preprocess_logits(logits, sampling_info))
@@ -164,13 +170,21 @@ class CounterSampler(Sampler):  # type: ignore[misc]
         seeds = sampling_info.sampling_seed
         assert seeds is not None, "the scheduler gives every row a seed"
         uniforms = counter_uniform(seeds, positions)
+        kernels = _kernels_for(probs)
+        if kernels is not None:
+            top_ks, top_ps, min_ps = sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps
+            tokens: torch.Tensor = kernels.sample(probs, top_ks, top_ps, min_ps, uniforms)
+            return tokens
+        return self._sample_by_groups(probs, sampling_info, uniforms)
+
+    def _sample_by_groups(self, probs: torch.Tensor, sampling_info: Any, uniforms: torch.Tensor) -> torch.Tensor:
         rows: list[RowParameters] = sampling_info.rows
         vocab_size = probs.shape[-1]
         if sampling_info.groups is None:
             sampling_info.groups = _groups_of(rows, vocab_size, probs.device)
         groups: list[_Group] = sampling_info.groups
         num_sampled = sum(group.count for group in groups)
-        out = probs.argmax(-1) if num_sampled < len(rows) else torch.empty_like(seeds)
+        out = probs.argmax(-1) if num_sampled < len(rows) else torch.empty_like(sampling_info.sampling_seed)
         for group in groups:
             for some in group.pieces(vocab_size, probs.device):
                 out[some] = self._sample_group(group, probs[some], sampling_info, some, uniforms[some])

@@ -1,4 +1,4 @@
-"""Owns sampling from a nucleus (top_p, min_p) without a full sort.
+"""Owns sampling from a nucleus (top_p, min_p) with torch's operators, without a sort.
 
 The result is that of sorting tokens by descending probability, equal ones by token id; keeping a token if the
 probabilities before it sum to at most `top_p` and its own is at least `min_p` times the largest; and drawing by inverse
@@ -9,22 +9,8 @@ from __future__ import annotations
 
 import torch
 
-# A nucleus is rarely larger; a row with a larger one gets a full sort.
-_CANDIDATES = 1024
 # The bits of numbers from 0 to 1, read as integers, are below 2**30.
 _HALVINGS = 30
-
-
-def sample_nucleus(
-    probs: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor, uniforms: torch.Tensor
-) -> torch.Tensor:
-    """Draw one token per row, int64 [B]; `probs` float32 [B, vocab], `top_ps`, `min_ps`, `uniforms` [B].
-
-    On a CPU, reading how many tokens a row keeps costs nothing. On a GPU the host would wait for it: there the smallest
-    probability of the nucleus is searched, in a fixed number of passes over the row.
-    """
-    find = by_candidates if probs.device.type == "cpu" else by_thresholds
-    return find(probs, top_ps, min_ps, uniforms)
 
 
 def kept(values: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
@@ -40,36 +26,14 @@ def draw(values: torch.Tensor, keep: torch.Tensor, uniforms: torch.Tensor) -> to
     return (total <= threshold).sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1)
 
 
-def by_sort(probs: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """As sample_nucleus, by a full sort."""
-    values, tokens = probs.sort(dim=-1, descending=True, stable=True)
-    return tokens.gather(1, draw(values, kept(values, top_ps, min_ps), uniforms)).squeeze(1)
-
-
-def by_candidates(
+def sample_nucleus(
     probs: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor, uniforms: torch.Tensor
 ) -> torch.Tensor:
-    """As sample_nucleus, by a sort of the largest values, and a full sort of rows whose nucleus does not end there."""
-    if probs.shape[-1] <= _CANDIDATES or bool(((probs.amax(-1) * _CANDIDATES < top_ps) & (min_ps == 0)).all()):
-        return by_sort(probs, top_ps, min_ps, uniforms)  # the candidates' sum is below top_p
-    values, tokens = probs.topk(_CANDIDATES, dim=-1)
-    # topk gives equal values in any order.
-    tokens, order = tokens.sort(dim=-1)
-    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    tokens = tokens.gather(1, order)
-    keep = kept(values, top_ps, min_ps)
-    # Values beyond the candidates may be equal to the last candidate.
-    wider = (keep & (values == values[:, -1:])).any(-1)
-    drawn = tokens.gather(1, draw(values, keep, uniforms)).squeeze(1)
-    if bool(wider.any()):
-        drawn[wider] = by_sort(probs[wider], top_ps[wider], min_ps[wider], uniforms[wider])
-    return drawn
+    """Draw one token per row, int64 [B]; `probs` float32 [B, vocab], `top_ps`, `min_ps`, `uniforms` [B].
 
-
-def by_thresholds(
-    probs: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor, uniforms: torch.Tensor
-) -> torch.Tensor:
-    """As sample_nucleus, without a sort; the sums are in float64 and in another order."""
+    How many tokens a row keeps is not read on the host, which would wait for a GPU there. The smallest probability of
+    the nucleus is searched in a fixed number of passes over the row; sums are in float64.
+    """
     largest = probs.amax(-1)
     least, before, ties = _reach(probs, largest * min_ps, largest, top_ps.double())
     room = ((top_ps.double() - before) / _divisor(least)).floor() + 1

@@ -34,7 +34,7 @@ class EngineStandIn:
 @pytest.mark.parametrize(("temperature", "seeds"), [(1.0, [0, 1]), (0.0, [None, None])])
 def test_each_prompt_is_sampled_from_a_seed_of_its_own_where_it_is_not_greedy(temperature, seeds):
     engine = EngineStandIn()
-    assert SglangRunner(engine, temperature=temperature).generate([[1], [2]], [4, 5]) == [[1], [1]]
+    assert SglangRunner(engine, {"temperature": temperature, "top_p": 0.9}).generate([[1], [2]], [4, 5]) == [[1], [1]]
     sampling = engine.asked["sampling_params"]
     assert [one.get("sampling_seed") for one in sampling] == seeds
     assert {one["temperature"] for one in sampling} == {temperature}

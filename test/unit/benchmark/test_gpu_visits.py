@@ -150,7 +150,7 @@ def test_other_cases_of_ours_and_references_run_once_after_the_rounds(monkeypatc
 def test_every_visit_samples_and_asks_for_the_experts_of_all_tokens(monkeypatch, tmp_path):
     children = Children({OURS: 2.0, SLOW: 9.0, FAST: None})
     found, _ = run(monkeypatch, tmp_path, children, regime(), rounds=1)
-    assert {spec["temperature"] for spec in children.specs} == {1.0}
+    assert {spec["sampling"]["temperature"] for spec in children.specs} == {1.0}
     assert children.routing is not None
     assert children.routing["outputs"] == {OURS: [[1, 2, 3, 4], [5, 6, 7, 2]], SLOW: [[1, 2, 3, 4], [5, 6, 7, 9]]}
     assert children.routing["prompts"] == WORKLOAD.prompts

@@ -60,6 +60,7 @@ def record(tmp_path):
         timeout_s=9.0,
         hf_batch=32,
         full_warm_up=False,
+        sampling={},
         threads=None,
         python_of={},
         arguments_of={},
@@ -90,6 +91,14 @@ def test_a_table_aligns_its_columns():
 def test_an_engine_row_gives_median_range_speed_and_memory(record):
     cells = row_of(markdown(record), "sgl_batch")
     assert cells[1:7] == ["3.0 (2.0-4.0)", "8 (5-10)", "0.8 (0.5-1.0)", "3.0", "20", "reference"]
+
+
+def test_sampled_tokens_are_not_compared_and_the_report_says_by_what_they_were_sampled(record):
+    assert "some-model, bfloat16; greedy; rounds: 2" in markdown(record)
+    settings = replace(record.settings, sampling={"temperature": 0.7, "top_k": 20})
+    text = markdown(replace(record, settings=settings))
+    assert "some-model, bfloat16; sampled at temperature 0.7, top_k 20; rounds: 2" in text
+    assert [row_of(text, name)[6] for name in ("sgl_batch", "stock")] == ["", ""]
 
 
 def test_an_engine_that_failed_keeps_its_rounds_and_its_reason(record):

@@ -9,6 +9,8 @@ import pytest
 import torch
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers import counter_sampler
 from sgl_batch.layers.counter_sampler import (
     CounterSampler,
     counter_uniform,
@@ -16,10 +18,36 @@ from sgl_batch.layers.counter_sampler import (
     sample_unfiltered,
     width_of,
 )
-from sgl_batch.layers.nucleus import by_candidates, by_sort, by_thresholds
+from sgl_batch.layers.nucleus import draw, kept, sample_nucleus
 from sgl_batch.sglang_adapter.sampling_rows import RowParameters
 
 DRAWS = 100_000
+
+
+def by_sort(probs: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw from a nucleus by the rule as it is said: sort, cut, draw."""
+    values, tokens = probs.sort(dim=-1, descending=True, stable=True)
+    return tokens.gather(1, draw(values, kept(values, top_ps, min_ps), uniforms)).squeeze(1)
+
+
+def by_kernel(probs: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw from a nucleus by the native kernel; a top_k of all tokens makes it rank rows that no filter cuts, too."""
+    kernels = native_kernels()
+    assert kernels is not None
+    top_ks = torch.full((len(probs),), probs.shape[-1], dtype=torch.int32)
+    tokens: torch.Tensor = kernels.sample(probs, top_ks, top_ps.float(), min_ps.float(), uniforms)
+    return tokens
+
+
+NUCLEI = (by_sort, by_kernel, sample_nucleus)
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def way(request, monkeypatch):
+    """How the sampler draws: by the native kernel, or by groups of rows with torch's operators."""
+    if request.param == "torch":
+        monkeypatch.setattr(counter_sampler, "native_kernels", lambda: None)
+    return request.param
 
 
 def uniforms(seed: int, count: int = DRAWS, first: int = 0) -> torch.Tensor:
@@ -119,10 +147,19 @@ def test_a_sample_respects_top_k_top_p_and_min_p_exactly(seed):
         )
     expected = [by_the_rule(*row) for row in rows]
     assert [by_top_k(*row) for row in rows] == expected
+    all_weights, top_ks, *filters, numbers = zip(*rows, strict=True)
+    given = torch.tensor(top_ks, dtype=torch.int32), *map(torch.tensor, filters)
+    kernels = native_kernels()
+    assert kernels is not None
+    by_one_call = kernels.sample(torch.tensor(all_weights) / SCALE, *given, torch.tensor(numbers, dtype=torch.float64))
+    cut = [row[1] < TOP_K_ALL or row[2] != 1.0 or row[3] > 0 for row in rows]
+    assert [token for token, one in zip(by_one_call.tolist(), cut, strict=True) if one] == [
+        token for token, one in zip(expected, cut, strict=True) if one
+    ], "rows without filters are drawn in the order of tokens"
     nuclei = [row for row in rows if row[1] >= 1000]
     weights, _, *limits, drawn = zip(*nuclei, strict=True)
     given = torch.tensor(weights) / SCALE, *map(torch.tensor, limits), torch.tensor(drawn, dtype=torch.float64)
-    for find in (by_sort, by_candidates, by_thresholds):
+    for find in NUCLEI:
         tokens = find(*given)
         assert tokens.tolist() == [by_the_rule(*row) for row in nuclei], find.__name__
 
@@ -144,8 +181,8 @@ def test_a_cut_without_a_sort_draws_what_a_sort_of_the_vocabulary_draws(spread, 
     min_ps = torch.where(torch.rand(96, generator=draws) < 0.5, 0.0, 0.2 * torch.rand(96, generator=draws))
     drawn = torch.rand(96, generator=draws, dtype=torch.float64)
     expected = by_sort(probs, top_ps, min_ps, drawn)
-    assert torch.equal(by_candidates(probs, top_ps, min_ps, drawn), expected)
-    assert torch.equal(by_thresholds(probs, top_ps, min_ps, drawn), expected)
+    for find in (by_kernel, sample_nucleus):
+        assert torch.equal(find(probs, top_ps, min_ps, drawn), expected), find.__name__
 
 
 def test_of_equal_probabilities_across_a_cut_the_first_tokens_stay():
@@ -154,7 +191,7 @@ def test_of_equal_probabilities_across_a_cut_the_first_tokens_stay():
     limits = torch.full((16,), 1500.5 / 4096), torch.zeros(16)
     drawn = torch.arange(16, dtype=torch.float64) / 16
     expected = [int(1501 * number) for number in drawn.tolist()]
-    for find in (by_sort, by_candidates, by_thresholds):
+    for find in NUCLEI:
         assert find(probs, *limits, drawn).tolist() == expected, find.__name__
 
 
@@ -162,14 +199,19 @@ def test_a_number_at_the_edge_between_two_tokens_draws_the_later_one():
     probs = torch.tensor([[0.25, 0.5, 0.125, 0.125]]).expand(5, -1)
     drawn = torch.tensor([0.0, 0.4999, 0.5, 0.75, 0.9999], dtype=torch.float64)
     ones = torch.ones(5)
-    for find in (by_sort, by_candidates, by_thresholds):
+    for find in NUCLEI:
         assert find(probs, ones, 0 * ones, drawn).tolist() == [1, 1, 0, 2, 3], find.__name__
 
 
 def test_a_sample_without_filters_inverts_the_distribution_as_it_lies():
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).expand(7, -1)
     drawn = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999, 1 - 2.0**-53], dtype=torch.float64)
-    assert sample_unfiltered(probs, drawn).tolist() == [1, 1, 3, 3, 4, 4, 4]
+    expected = [1, 1, 3, 3, 4, 4, 4]
+    assert sample_unfiltered(probs, drawn).tolist() == expected
+    kernels = native_kernels()
+    assert kernels is not None
+    top_ks, top_ps, min_ps = torch.full((7,), TOP_K_ALL, dtype=torch.int32), torch.ones(7), torch.zeros(7)
+    assert kernels.sample(probs, top_ks, top_ps, min_ps, drawn).tolist() == expected
 
 
 FILTERS = {
@@ -181,6 +223,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", FILTERS)
 def test_frequencies_follow_the_probabilities_that_the_filters_leave(name):
     top_k, top_p, min_p, num_kept = FILTERS[name]
@@ -241,6 +284,7 @@ def mixed_probs(count: int, *, with_ties: bool) -> torch.Tensor:
     return torch.softmax(logits.bfloat16().float() if with_ties else logits, dim=-1)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("with_ties", [False, True])
 def test_a_row_draws_the_same_token_alone_and_in_any_batch_at_any_place(with_ties):
     rows, probs = mixed_rows(60), mixed_probs(60, with_ties=with_ties)
@@ -253,6 +297,14 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch_at_any_place(with_tie
         assert torch.equal(sampled(probs[some], [rows[i] for i in some.tolist()]), together[some])
 
 
+def test_the_kernel_draws_what_torch_draws(monkeypatch):
+    rows, probs = mixed_rows(80), mixed_probs(80, with_ties=False)
+    by_kernel = sampled(probs.clone(), rows)
+    monkeypatch.setattr(counter_sampler, "native_kernels", lambda: None)
+    assert torch.equal(sampled(probs.clone(), rows), by_kernel)
+
+
+@pytest.mark.usefixtures("way")
 def test_a_greedy_row_takes_the_most_probable_token_whatever_its_seed():
     probs = mixed_probs(8, with_ties=False)
     for seed in range(3):
@@ -260,6 +312,7 @@ def test_a_greedy_row_takes_the_most_probable_token_whatever_its_seed():
         assert torch.equal(sampled(probs, rows), probs.argmax(-1))
 
 
+@pytest.mark.usefixtures("way")
 def test_a_greedy_row_takes_the_first_of_equally_probable_tokens():
     probs = torch.full((2, 300), 1e-3)
     probs[0, [7, 8, 250]] = 0.2
@@ -267,6 +320,7 @@ def test_a_greedy_row_takes_the_first_of_equally_probable_tokens():
     assert sampled(probs, [Row(top_k=1), Row(top_k=1)]).tolist() == [7, 130]
 
 
+@pytest.mark.usefixtures("way")
 def test_other_seeds_and_other_positions_draw_other_tokens():
     probs = torch.full((1000, 1000), 1e-3)
     assert len(set(sampled(probs, [Row(seed=seed) for seed in range(1000)]).tolist())) > 500
