@@ -1,4 +1,4 @@
-"""Owns grammar masks on a CPU: SGLang's xgrammar backend with xgrammar's own CPU operator."""
+"""Owns grammar masks on a CPU: SGLang's xgrammar backend with our kernel, or without it xgrammar's CPU operator."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.sglang_adapter.layers import (
     XGrammarGrammar,
     XGrammarGrammarBackend,
@@ -15,11 +16,18 @@ from sgl_batch.sglang_adapter.layers import (
 from sgl_batch.sglang_adapter.names import CPU_GRAMMAR
 
 
+def apply_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+    """Set logits [B, vocab] to minus infinity whose bits in `vocab_mask`, int32 [B, vocab / 32], are not set."""
+    kernels = native_kernels()
+    apply = apply_token_bitmask_inplace if kernels is None else kernels.mask_tokens
+    apply(logits, vocab_mask)
+
+
 class CpuGrammar(XGrammarGrammar):  # type: ignore[misc]
     """One sequence's grammar state. SGLang's own class refuses logits on a CPU."""
 
     def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-        apply_token_bitmask_inplace(logits, vocab_mask)
+        apply_mask(logits, vocab_mask)
 
     def copy(self) -> CpuGrammar:
         return _as_cpu(super().copy())
@@ -41,7 +49,7 @@ class CpuGrammarBackend(XGrammarGrammarBackend):  # type: ignore[misc]
 
     @staticmethod
     def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-        apply_token_bitmask_inplace(logits, vocab_mask)
+        apply_mask(logits, vocab_mask)
 
     def _from_context(self, ctx: Any, key_string: str, grammar_stats: Any) -> CpuGrammar:
         return _as_cpu(super()._from_context(ctx, key_string, grammar_stats))

@@ -5,14 +5,26 @@ SGLang has them on the device only. To read them there, the host would wait for 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.sglang_adapter.types.batches import ScheduleBatch
 
 with bootstrap.importing():
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from xgrammar import BatchGrammarMatcher
+
+
+_MOST_THREADS = 8  # a row's mask takes some 0.2 ms
+
+
+@cache
+def _filler() -> BatchGrammarMatcher:
+    return BatchGrammarMatcher(max_threads=min(_MOST_THREADS, len(os.sched_getaffinity(0))))
 
 
 class RowParameters(NamedTuple):
@@ -32,6 +44,21 @@ class KnownSampling(SamplingBatchInfo):  # type: ignore[misc]
 
     rows: list[RowParameters] = field(default_factory=list)
     groups: Any = None
+
+    def update_regex_vocab_mask(self) -> None:
+        """Mask what the rows' grammars do not allow, as SGLang does, but on several threads."""
+        rows = list(enumerate(self.grammars or ()))
+        grammars = [(row, one) for row, one in rows if one and not one.finished and not one.is_terminated()]
+        if len(grammars) < 2 or not all(isinstance(one, XGrammarGrammar) for _, one in grammars):
+            super().update_regex_vocab_mask()
+            return
+        some: Any = grammars[0][1]
+        mask = some.allocate_vocab_mask(vocab_size=self.vocab_size, batch_size=len(rows), device=self.device)
+        _filler().batch_fill_next_token_bitmask(
+            [one.matcher for _, one in grammars], mask, [row for row, _ in grammars]
+        )
+        self.apply_mask_func = some.apply_vocab_mask
+        self.vocab_mask = some.move_vocab_mask(mask, self.device)
 
     def adjusted_filter_batch(self, keep_indices: list[int], keep_indices_device: object) -> None:
         self.rows = [self.rows[index] for index in keep_indices]

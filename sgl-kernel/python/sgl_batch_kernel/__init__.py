@@ -9,6 +9,10 @@ from pathlib import Path
 
 import torch
 
+from .token_choice import argmax as argmax
+from .token_choice import mask_tokens as mask_tokens
+from .token_choice import sample as sample
+
 INTERFACE = 10
 """Which functions there are and what they take; counts up whenever that changes."""
 
@@ -411,34 +415,6 @@ def latent_attention(
 def linear_by_head(x_THK: torch.Tensor, weight_HNK: torch.Tensor, out_THN: torch.Tensor) -> None:
     """Write rows of each head times the head's packed weight to `out_THN`; x and out may be parts of wider rows."""
     _ops.linear_by_head(x_THK, weight_HNK, out_THN)
-
-
-def argmax(rows_TV: torch.Tensor) -> torch.Tensor:
-    """Where the largest number of each row is, the first of equal ones: int64 [T]. NaN is larger than all others.
-
-    Rows of bfloat16 or float32 may lie apart (stride(0) > V).
-    """
-    out: torch.Tensor = _ops.argmax(rows_TV)
-    return out
-
-
-def sample(
-    probs_TV: torch.Tensor,
-    top_ks_T: torch.Tensor,
-    top_ps_T: torch.Tensor,
-    min_ps_T: torch.Tensor,
-    uniforms_T: torch.Tensor,
-) -> torch.Tensor:
-    """Draw a token from each row of probabilities by a number from [0, 1) of its own: int64 [T].
-
-    Tokens are sorted by descending probability, equal ones by token; the first `top_ks` (int32; from 2**30 on: all) are
-    kept, of these a token if those before it sum to at most `top_ps`, and of these the ones of at least `min_ps` times
-    the largest (f32). `uniforms` (f64) times the sum of what is kept are the places of the tokens drawn in that order,
-    and in rows without filters in the order of tokens. `probs` are f32; rows may lie apart. A row's result depends on
-    that row alone.
-    """
-    out: torch.Tensor = _ops.sample(probs_TV, top_ks_T, top_ps_T, min_ps_T, uniforms_T)
-    return out
 
 
 def topk(

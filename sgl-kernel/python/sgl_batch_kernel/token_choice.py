@@ -1,0 +1,43 @@
+"""The operators that choose tokens by their logits or probabilities, typed; those of `sgl_batch_kernel`."""
+
+from __future__ import annotations
+
+import torch
+
+_ops = torch.ops.sgl_batch_kernel
+
+
+def argmax(rows_TV: torch.Tensor) -> torch.Tensor:
+    """Where the largest number of each row is, the first of equal ones: int64 [T]. NaN is larger than all others.
+
+    Rows of bfloat16 or float32 may lie apart (stride(0) > V).
+    """
+    out: torch.Tensor = _ops.argmax(rows_TV)
+    return out
+
+
+def mask_tokens(logits_TV: torch.Tensor, allowed_TW: torch.Tensor) -> None:
+    """Set the logits of tokens to minus infinity that a row does not allow; bf16 or f32, rows may lie apart.
+
+    `allowed_TW`: int32, whose bits, the lowest first, are set for allowed tokens. Tokens behind them stay as they are.
+    """
+    _ops.mask_tokens(logits_TV, allowed_TW)
+
+
+def sample(
+    probs_TV: torch.Tensor,
+    top_ks_T: torch.Tensor,
+    top_ps_T: torch.Tensor,
+    min_ps_T: torch.Tensor,
+    uniforms_T: torch.Tensor,
+) -> torch.Tensor:
+    """Draw a token from each row of probabilities by a number from [0, 1) of its own: int64 [T].
+
+    Tokens are sorted by descending probability, equal ones by token; the first `top_ks` (int32; from 2**30 on: all) are
+    kept, of these a token if those before it sum to at most `top_ps`, and of these the ones of at least `min_ps` times
+    the largest (f32). `uniforms` (f64) times the sum of what is kept are the places of the tokens drawn in that order,
+    and in rows without filters in the order of tokens. `probs` are f32; rows may lie apart. A row's result depends on
+    that row alone.
+    """
+    out: torch.Tensor = _ops.sample(probs_TV, top_ks_T, top_ps_T, min_ps_T, uniforms_T)
+    return out
