@@ -1,4 +1,4 @@
-"""Owns RMS norm and rotary embedding of SGLang's layers by the native kernels; other options stay SGLang's own."""
+"""Owns norms, rotary embedding and penalties of logits by the native kernels; other options stay SGLang's own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sgl_batch.sglang_adapter.layers import (
     is_plain_norm,
     register_forward,
     replace_qk_norm_rope,
+    replace_repetition_penalties,
 )
 
 
@@ -65,6 +66,7 @@ def register(kernels: ModuleType, dispatch_key: str) -> None:
     register_forward(RMSNorm, rms_norm, dispatch_key)
     for embedding_class in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
         register_forward(embedding_class, rotary, dispatch_key)
+    replace_repetition_penalties(kernels.penalize_repetition)
 
 
 def adopt(kernels: ModuleType, model: Any) -> None:

@@ -36,6 +36,8 @@ with bootstrap.importing():
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
     from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from sglang.srt.sampling import sampling_batch_info
+    from sglang.srt.sampling.penaltylib import repetition_penalty
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
     from sglang.srt.utils import BumpAllocator
     from xgrammar import apply_token_bitmask_inplace
@@ -72,6 +74,7 @@ __all__ = [
     "replace_linear",
     "replace_lm_head",
     "replace_qk_norm_rope",
+    "replace_repetition_penalties",
     "scratch_allocator",
     "sglang_experts_of",
 ]
@@ -183,6 +186,21 @@ def allow_plain_positions() -> None:
         return own(*sizes, rope_scaling, *rest)
 
     rotary_factory.get_rope_cpu = get_rope_cpu
+
+
+def replace_repetition_penalties(apply: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Let `apply(logits, penalties)` change logits in place, where both are contiguous float32 of the same sizes."""
+    own = repetition_penalty.apply_scaling_penalties
+
+    def apply_scaling_penalties(logits: torch.Tensor, scaling_penalties: torch.Tensor) -> None:
+        both = (logits, scaling_penalties)
+        fits = logits.shape == scaling_penalties.shape and all(
+            one.dtype == torch.float32 and one.is_contiguous() for one in both
+        )
+        (apply if fits else own)(*both)
+
+    repetition_penalty.apply_scaling_penalties = apply_scaling_penalties
+    sampling_batch_info.apply_scaling_penalties = apply_scaling_penalties
 
 
 def scratch_allocator(device: Any) -> Any:

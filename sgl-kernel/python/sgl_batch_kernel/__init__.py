@@ -11,6 +11,7 @@ import torch
 
 from .token_choice import argmax as argmax
 from .token_choice import mask_tokens as mask_tokens
+from .token_choice import penalize_repetition as penalize_repetition
 from .token_choice import sample as sample
 
 INTERFACE = 10

@@ -1,4 +1,4 @@
-"""The operators that choose tokens by their logits or probabilities, typed; those of `sgl_batch_kernel`."""
+"""The operators that change logits and choose tokens, typed; `sgl_batch_kernel` has them, too."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def mask_tokens(logits_TV: torch.Tensor, allowed_TW: torch.Tensor) -> None:
     `allowed_TW`: int32, whose bits, the lowest first, are set for allowed tokens. Tokens behind them stay as they are.
     """
     _ops.mask_tokens(logits_TV, allowed_TW)
+
+
+def penalize_repetition(logits_TV: torch.Tensor, penalties_TV: torch.Tensor) -> None:
+    """Multiply logits below 0 by their penalties, and divide the others by them; f32 both."""
+    _ops.penalize_repetition(logits_TV, penalties_TV)
 
 
 def sample(

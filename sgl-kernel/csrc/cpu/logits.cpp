@@ -1,4 +1,4 @@
-// Owns taking out the logits of tokens that a grammar does not allow.
+// Owns what changes logits before a token is chosen: tokens that a grammar does not allow, and penalties for repeated ones.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kBits = 32;  // of a word
 constexpr int64_t kWordsPerTask = 512;
+constexpr int64_t kNumbersPerTask = kWordsPerTask * kBits;
 
 // Of bf16 the upper half of the same bits.
 template <typename Number>
@@ -36,6 +37,14 @@ template <typename Number>
 SGL_BATCH_CLONES void mask_f32(uint32_t* logits, const uint32_t* words, int64_t count) { mask(logits, words, count); }
 SGL_BATCH_CLONES void mask_bf16(uint16_t* logits, const uint32_t* words, int64_t count) { mask(logits, words, count); }
 
+SGL_BATCH_CLONES void penalize(float* logits, const float* penalties, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float up = logits[i] * penalties[i], down = logits[i] / penalties[i];
+    logits[i] = logits[i] < 0 ? up : down;
+  }
+}
+
 void mask_tokens(at::Tensor& logits, const at::Tensor& allowed) {
   TORCH_CHECK(logits.dim() == 2 && (logits.size(1) == 0 || logits.stride(1) == 1), "logits are ", logits.sizes(),
               " with strides ", logits.strides(), "; rows are contiguous");
@@ -47,10 +56,10 @@ void mask_tokens(at::Tensor& logits, const at::Tensor& allowed) {
   const int64_t size = static_cast<int64_t>(size_of(dtype)), stride = logits.stride(0) * size;
   auto* numbers = static_cast<char*>(logits.data_ptr());
   const auto* bits = reinterpret_cast<const uint32_t*>(allowed.data_ptr<int32_t>());
-  const int64_t tasks = divide_up(words, kWordsPerTask);
+  const int64_t tasks = divide_up(count, kNumbersPerTask);
   run_tasks(logits.size(0) * tasks, [&](int64_t task, int) {
     const int64_t row = task / tasks, word = task % tasks * kWordsPerTask, begin = word * kBits;
-    const int64_t own = std::min(kWordsPerTask * kBits, count - begin);
+    const int64_t own = std::min(kNumbersPerTask, count - begin);
     void* const to = numbers + row * stride + begin * size;
     const uint32_t* const from = bits + row * words + word;
     if (dtype == DType::kF32) mask_f32(static_cast<uint32_t*>(to), from, own);
@@ -58,9 +67,30 @@ void mask_tokens(at::Tensor& logits, const at::Tensor& allowed) {
   });
 }
 
+void penalize_repetition(at::Tensor& logits, const at::Tensor& penalties) {
+  check(logits, 2, "logits");
+  check(penalties, 2, "penalties");
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && penalties.scalar_type() == at::kFloat && penalties.sizes() == logits.sizes(),
+              "logits are ", logits.scalar_type(), logits.sizes(), " and penalties ", penalties.scalar_type(), penalties.sizes(),
+              "; use float32, a penalty for each logit");
+  auto* numbers = logits.data_ptr<float>();
+  const auto* factors = penalties.data_ptr<float>();
+  const int64_t count = logits.numel();
+  run_tasks(divide_up(count, kNumbersPerTask), [&](int64_t task, int) {
+    const int64_t begin = task * kNumbersPerTask;
+    penalize(numbers + begin, factors + begin, std::min(kNumbersPerTask, count - begin));
+  });
+}
+
 }  // namespace
 }  // namespace sgl_batch
 
-TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) { library.def("mask_tokens(Tensor(a!) logits, Tensor allowed) -> ()"); }
+TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
+  library.def("mask_tokens(Tensor(a!) logits, Tensor allowed) -> ()");
+  library.def("penalize_repetition(Tensor(a!) logits, Tensor penalties) -> ()");
+}
 
-TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) { library.impl("mask_tokens", sgl_batch::mask_tokens); }
+TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
+  library.impl("mask_tokens", sgl_batch::mask_tokens);
+  library.impl("penalize_repetition", sgl_batch::penalize_repetition);
+}

@@ -1,4 +1,4 @@
-"""Tokens that a row does not allow get minus infinity, whatever the length of a row, its number type and its place."""
+"""Tokens that a row does not allow get minus infinity, and logits are penalised, whatever a row's length and place."""
 
 from __future__ import annotations
 
@@ -68,3 +68,30 @@ def test_a_nan_that_is_not_allowed_is_taken_out():
 def test_tensors_that_do_not_fit_are_refused(logits, allowed, message):
     with pytest.raises(RuntimeError, match=message):
         sgl_batch_kernel.mask_tokens(logits, allowed)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 16_384), (3, 40_001), (0, 5)])
+def test_a_penalty_moves_a_logit_down_with_the_bits_of_torch(shape):
+    generator = torch.Generator().manual_seed(shape[1])
+    logits = 5 * torch.randn(shape, generator=generator)
+    logits.view(-1)[::7] = 0.0
+    logits.view(-1)[3::11] = -INFINITY
+    penalties = torch.where(torch.rand(shape, generator=generator) < 0.3, 1.1, 1.0)
+    expected = torch.where(logits < 0, logits * penalties, logits / penalties)
+    sgl_batch_kernel.penalize_repetition(logits, penalties)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("logits", "penalties", "message"),
+    [
+        (torch.zeros(2, 4), torch.ones(2, 3), "logits are"),
+        (torch.zeros(2, 4), torch.ones(2, 4).double(), "logits are"),
+        (torch.zeros(2, 4).bfloat16(), torch.ones(2, 4), "logits are"),
+        (torch.zeros(2, 8)[:, :4], torch.ones(2, 4), "logits is not contiguous"),
+    ],
+    ids=["sizes", "penalties' type", "logits' type", "rows apart"],
+)
+def test_penalties_that_do_not_fit_are_refused(logits, penalties, message):
+    with pytest.raises(RuntimeError, match=message):
+        sgl_batch_kernel.penalize_repetition(logits, penalties)
