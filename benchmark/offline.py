@@ -29,13 +29,14 @@ from comparison.workload import (
     model_config,
     random_workload,
 )
+from released_layers import RELEASED, make_released_layers
 from runners.sglang_engines import VARIANTS
 
 from sgl_batch.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 # Layers of the random checkpoints.
-MADE = {"qwen3-moe": 12, "qwen3": 28}
+MADE = {"qwen3-moe": 12, "qwen3": 28, **{name: released.layers for name, released in RELEASED.items()}}
 # What tokens are sampled by, with the least and the largest value of each.
 _SAMPLING = {
     "temperature": (float, 0, 2, "sample at this temperature, each prompt from a seed of its own (0, greedy)"),
@@ -72,6 +73,8 @@ examples:
       a random Qwen3-MoE of 1.0e9 parameters (12 layers, 64 experts, top 8; 1.9 GiB), in half a minute
   python benchmark/offline.py --make-model models/qwen3-0.6b --make-model-family qwen3
       a random dense model in the shape of Qwen3-0.6B (1.2 GB)
+  python benchmark/offline.py --make-model models/olmoe --make-model-family olmoe-1b-7b
+      four layers of OLMoE's sizes with random weights (3.6 GB)
   python benchmark/offline.py --model models/qwen3moe-1b --num-prompts 32 --input-len 128 --output-len 32
       the comparison of docs/benchmarks.md
   python benchmark/offline.py --model DIR --num-prompts 256 --engines sgl_batch,sgl_batch_no_accumulate \\
@@ -148,13 +151,23 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     make = parser.add_argument_group("a model to measure with")
     make.add_argument("--make-model", type=Path, metavar="DIR", help="write a random checkpoint, and stop")
     make.add_argument(
-        "--make-model-family", choices=list(MADE), default="qwen3-moe", help="(qwen3-moe; qwen3 has the shape of 0.6B)"
+        "--make-model-family",
+        choices=list(MADE),
+        default="qwen3-moe",
+        help="(qwen3-moe; qwen3 has the shape of 0.6B, the others some layers of the size of a released model's)",
     )
     make.add_argument(
-        "--make-model-layers", type=int, metavar="N", help="(qwen3-moe: 12, 1.0e9 parameters; qwen3: 28, 0.6e9)"
+        "--make-model-layers",
+        type=int,
+        metavar="N",
+        help="(qwen3-moe: 12, 1.0e9 parameters; qwen3: 28, 0.6e9; others: as many as have some 2e9)",
     )
     make.add_argument(
-        "--make-model-expert-width", type=int, default=384, metavar="N", help="channels of each of 64 experts (384)"
+        "--make-model-expert-width",
+        type=int,
+        default=384,
+        metavar="N",
+        help="channels of each of qwen3-moe's 64 experts (384)",
     )
     return parser.parse_args(argv)
 
@@ -343,6 +356,8 @@ def make_model(args: argparse.Namespace) -> int:
     layers = MADE[args.make_model_family] if args.make_model_layers is None else args.make_model_layers
     if args.make_model_family == "qwen3":
         parameters = make_dense_checkpoint(args.make_model, tokenizer_from, layers, say)
+    elif args.make_model_family in RELEASED:
+        parameters = make_released_layers(args.make_model_family, args.make_model, tokenizer_from, layers)
     else:
         width = args.make_model_expert_width
         parameters = make_checkpoint(args.make_model, tokenizer_from, layers, say, expert_width=width)

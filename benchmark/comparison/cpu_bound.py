@@ -7,6 +7,7 @@ can take longer than computing does, so it is counted for itself; a later batch 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,7 +153,8 @@ def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:
         with safe_open(file, framework="np") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 shape = tensors.get_slice(name).get_shape()
-                elements = float(shape[0] * shape[1]) if len(shape) == 2 else 0.0
+                is_matrix = len(shape) >= 2 and not name.endswith("bias")
+                elements = float(math.prod(shape)) if is_matrix else 0.0  # some families have all experts in one tensor
                 if "embed_tokens" in name:
                     embedding += elements
                 elif "lm_head" in name:
