@@ -27,7 +27,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.sglang_adapter.child_processes import THREAD_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLES = ("experts", "linear", "attention")
+TABLES = ("experts", "linear", "attention", "tokens")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -38,21 +38,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256, 2048], help="rows of the linear layers")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of a sequence")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256], help="sequences of a decode step")
+    parser.add_argument("--vocabulary", type=int, metavar="N", help="tokens to choose from (the model's)")
     parser.add_argument("--layers", type=int, default=4, help="layers of experts that calls go through in turn (4)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sample-s", type=float, default=0.05, help="seconds that a sample takes at least (0.05)")
     parser.add_argument("--threads", type=int, help="(torch's own number)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and times to this file")
     options = parser.parse_args(argv)
-    numbers = (options.tokens_per_expert, options.rows, options.contexts, options.batches)
-    if min(min(found) for found in numbers) < 1 or min(options.layers, options.rounds, options.threads or 1) < 1:
-        raise ConfigError("a number below 1 is given; sizes, layers, rounds and threads are at least 1")
+    numbers = [*options.tokens_per_expert, *options.rows, *options.contexts, *options.batches]
+    numbers += [options.layers, options.rounds, options.threads, options.vocabulary]
+    if min(number for number in numbers if number is not None) < 1:
+        raise ConfigError("a number below 1 is given; sizes, layers, rounds, threads and the vocabulary are at least 1")
     return options
 
 
 def all_work(kernels: Any, options: argparse.Namespace, shapes: Shapes) -> Iterator[Any]:
     """Measure the ceilings, then the requested kernels."""
-    from kernel_rates import attention_work, product_work
+    from kernel_rates import attention_work, product_work, token_work
 
     yield from product_work.ceilings(kernels)
     if "experts" in options.only:
@@ -61,6 +63,8 @@ def all_work(kernels: Any, options: argparse.Namespace, shapes: Shapes) -> Itera
         yield from product_work.linear_work(kernels, shapes, options.rows)
     if "attention" in options.only:
         yield from attention_work.attention_work(kernels, shapes, options.contexts, options.batches)
+    if "tokens" in options.only:
+        yield from token_work.token_work(kernels, options.vocabulary or shapes.vocabulary, options.batches)
 
 
 def main(argv: list[str]) -> int:

@@ -117,11 +117,19 @@ def test_the_command_prints_every_table_and_writes_every_round(monkeypatch, caps
         monkeypatch.setenv(name, value)
     record = tmp_path / "record.json"
     command = ["--rounds", "2", "--sample-s", "0.001", "--tokens-per-expert", "1", "--rows", "2", "--contexts", "64"]
-    command += ["--batches", "2", "--layers", "1", "--json", str(record)]
+    command += ["--batches", "2", "--layers", "1", "--vocabulary", "4000", "--json", str(record)]
     assert cpu_kernels.main(command) == 0
     text, figures = capsys.readouterr().out, json.loads(record.read_text())
     tables = {rate["table"] for rate in figures["rates"]}
-    assert {"product", "read", "page read", "experts", "decode attention", "prefill attention"} < tables
+    assert {
+        "product",
+        "read",
+        "page read",
+        "experts",
+        "decode attention",
+        "prefill attention",
+        "choice of tokens",
+    } < tables
     assert all(len(rate["seconds"]) == 2 for rate in figures["rates"])
     assert all(f"\n{table}\n" in text for table in tables.difference(report.LIMITS))
     assert "of page read" in text
