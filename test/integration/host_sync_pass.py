@@ -18,7 +18,7 @@ from interpreter import TRITON
 from loaded_models import load_worker
 
 from sgl_batch.core.graph_capture import PASSES_BEFORE_CAPTURE
-from sgl_batch.layers import nucleus
+from sgl_batch.layers import counter_sampler
 from sgl_batch.layers.counter_sampler import CounterSampler
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.layer_graphs import LayerGraphs
@@ -136,7 +136,7 @@ def run_counted(directory: Path, model: str) -> None:
     read a number on the host. A step that waited inside could not be captured.
     """
     register_triton_attention()
-    nucleus.by_candidates = nucleus.by_thresholds  # as on a GPU
+    counter_sampler.native_kernels = lambda: None  # tokens are sampled as on a GPU
     flags = {**TRITON, "triton_attention_num_kv_splits": 1}
     worker = load_worker(model, "float32", directory, sglang=flags, b_attn_decode=3, b_attn_prefill=64)
     steps, counted = Steps(worker), []
