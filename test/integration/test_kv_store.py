@@ -130,7 +130,7 @@ def check_streamed(
     counters = stats["counters"]
     check_counts(counters, unshared, family=family, prompts=len(requests.input_ids))
     assert counters["streamed_steps"] == counters["decode_groups"]
-    assert counters["decode_rows"] / counters["decode_groups"] > 8, "at most 16 run, of which two to six fit the device"
+    assert counters["decode_rows"] / counters["decode_groups"] > 6, "up to 16 run, of which two to six fit the device"
     assert counters["attention_calls"] > LAYERS * (counters["decode_groups"] + counters["prefill_groups"]), (
         "groups were cut"
     )
