@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,14 @@ def test_tokens_are_the_same_where_every_sequence_waits_in_the_store(
         check_mixed(exclusive, requests, expected, tokens=10 * PAGE, share=0)
 
 
+def fewest_steps(lengths: Iterable[int], at_once: int) -> int:
+    """Return how many steps sequences take if each begins, in their order, as soon as one of `at_once` has ended."""
+    ends = [0] * at_once
+    for length in lengths:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
+
+
 def check_streamed(
     engine: Any, requests: Requests, expected: list[list[int]], unshared: dict[str, int], family: str
 ) -> None:
@@ -130,7 +139,12 @@ def check_streamed(
     counters = stats["counters"]
     check_counts(counters, unshared, family=family, prompts=len(requests.input_ids))
     assert counters["streamed_steps"] == counters["decode_groups"]
-    assert counters["decode_rows"] / counters["decode_groups"] > 6, "up to 16 run, of which two to six fit the device"
+    fewest_groups = fewest_steps([one["max_new_tokens"] - 1 for one in requests.sampling_params], SMALL["b_moe_decode"])
+    # Some draws have a few long outputs left in the end, so that not even an engine without any waits fills its groups.
+    most = counters["decode_rows"] / fewest_groups
+    assert counters["decode_rows"] / counters["decode_groups"] > min(8, 0.75 * most), (
+        "at most 16 run, of which two to six fit the device"
+    )
     assert counters["attention_calls"] > LAYERS * (counters["decode_groups"] + counters["prefill_groups"]), (
         "groups were cut"
     )
