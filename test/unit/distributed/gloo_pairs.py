@@ -33,8 +33,13 @@ def transports(num_ranks: int) -> list[GroupTransport]:
     return [GroupTransport(group, range(num_ranks)) for group in gloo_groups(num_ranks)]
 
 
+JOINED = "rank 0 has joined"  # a rank that died before that would make the other's joining fail, not its transfer
+
+
 def _die_while_sending(store_path: str, num_chunks: int) -> None:
-    group = dist.ProcessGroupGloo(dist.FileStore(store_path, 2), 1, 2, timedelta(seconds=60))
+    store = dist.FileStore(store_path, 2)
+    group = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=60))
+    store.wait([JOINED], timedelta(seconds=60))
     chunk = torch.ones(CHUNK_BYTES, dtype=torch.uint8)
     for _ in range(num_chunks):
         group.send([chunk], 0, 5).wait()
@@ -49,7 +54,9 @@ def peer_that_dies_after(store_path: str, num_chunks: int) -> Iterator[tuple[Gro
     )
     process.start()
     try:
-        group = dist.ProcessGroupGloo(dist.FileStore(store_path, 2), 0, 2, timedelta(seconds=60))
+        store = dist.FileStore(store_path, 2)
+        group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=60))
+        store.set(JOINED, "")
         yield GroupTransport(group, range(2)), process
     finally:
         process.kill()
