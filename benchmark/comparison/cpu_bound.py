@@ -119,9 +119,9 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     layers = config["num_hidden_layers"]
     kv_width = latent + config["qk_rope_head_dim"] if latent else 2 * config["num_key_value_heads"] * head_dim
-    kv_bytes = _BYTES * layers * kv_width
-    seen_flop = 0 if latent else 4 * layers * config["num_attention_heads"] * head_dim
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kv_bytes = _BYTES * kv_width
+    seen_flop = 0 if latent else 4 * config["num_attention_heads"] * head_dim
+    windows = _windows(config)
     steps = []
     for number in range(1, max(workload.output_lens)):
         lengths = [
@@ -129,17 +129,25 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
             for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
             if output_len > number
         ]
-        seen = _seen(lengths, window)
+        seen = sum(_seen(lengths, window) for window in windows)
         attention = Part(flop=seen_flop * seen, read_bytes=kv_bytes * seen)
         steps.append(Step(parts=(attention, *elements.parts_of(len(lengths)))))
     unread = workload.prompt_tokens - len(workload.prompts)
-    seen_by_last = _seen(map(len, workload.prompts), window)
-    seen = sum(_seen(range(1, len(prompt) + 1), window) for prompt in workload.prompts)
-    attended = seen_flop * (seen - (seen - seen_by_last) / layers)
+    seen = sum(_seen(range(1, len(prompt) + 1), window) for prompt in workload.prompts for window in windows[:-1])
+    seen += _seen(map(len, workload.prompts), windows[-1])
     matrices = workload.prompt_tokens * elements.of_a_token - unread * elements.last_only
     matrices += len(workload.prompts) * elements.head
     computed = workload.prompt_tokens + workload.output_tokens - len(workload.prompts)
-    return LeastWork(prompts_flop=2 * matrices + attended, steps=tuple(steps), kv_bytes=float(kv_bytes * computed))
+    return LeastWork(
+        prompts_flop=2 * matrices + seen_flop * seen, steps=tuple(steps), kv_bytes=float(kv_bytes * layers * computed)
+    )
+
+
+def _windows(config: Mapping[str, Any]) -> list[int | None]:
+    """Return how many of the last tokens each layer sees; None where it sees all."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _seen(lengths: Iterable[int], window: int | None) -> int:

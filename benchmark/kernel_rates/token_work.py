@@ -1,4 +1,4 @@
-"""Owns the measured choices of tokens: what changes logits before, and what cuts and draws from probabilities."""
+"""Owns the measured choices of tokens: what changes logits before, and what draws from their softmax."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def token_work(kernels: Any, vocabulary: int, batches: list[int]) -> Iterator[Wo
         add = partial(_beside, logits)
         yield from add("greedy", 1, partial(kernels.argmax, logits), "torch", partial(torch.argmax, logits, -1))
         for name, top_k, top_p, spread in _DRAWS:
-            yield from add(name, 1, *_draws(kernels, torch.softmax(spread * logits, dim=-1), top_k, top_p))
+            yield from add(name, 1, *_draws(kernels, spread * logits, top_k, top_p))
         words = torch.randint(-(1 << 31), (1 << 31) - 1, (rows, -(-vocabulary // 32)), dtype=torch.int64)
         given = logits.clone(), words.int()
         theirs = partial(apply_token_bitmask_inplace, *given)
@@ -42,15 +42,20 @@ def token_work(kernels: Any, vocabulary: int, batches: list[int]) -> Iterator[Wo
 
 
 def _draws(
-    kernels: Any, probs: torch.Tensor, top_k: int, top_p: float
+    kernels: Any, logits: torch.Tensor, top_k: int, top_p: float
 ) -> tuple[Callable[[], object], str, Callable[[], object]]:
-    rows, vocabulary = probs.shape
+    rows, vocabulary = logits.shape
     uniforms, top_ks = torch.rand(rows, dtype=torch.float64), torch.full((rows,), top_k, dtype=torch.int32)
     cut = top_ks, torch.full((rows,), top_p), torch.zeros(rows)
-    ours = partial(kernels.sample, probs, *cut, uniforms)
-    if top_k == TOP_K_ALL and top_p == 1.0:
-        return ours, "torch", partial(sample_unfiltered, probs, uniforms)
-    return ours, "torch", partial(sample_top_k, probs, width_of(top_k, vocabulary), *cut, uniforms)
+    temperatures = torch.full((rows,), 0.9)
+
+    def theirs() -> torch.Tensor:
+        probs = torch.softmax(logits / temperatures[:, None], dim=-1)
+        if top_k == TOP_K_ALL and top_p == 1.0:
+            return sample_unfiltered(probs, uniforms)
+        return sample_top_k(probs, width_of(top_k, vocabulary), *cut, uniforms)
+
+    return partial(kernels.sample, logits, *cut, uniforms, temperatures), "torch", theirs
 
 
 def _penalize(logits: torch.Tensor, penalties: torch.Tensor) -> None:

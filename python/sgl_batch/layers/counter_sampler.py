@@ -15,7 +15,7 @@ import torch
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.nucleus import draw, kept, sample_nucleus
 from sgl_batch.sglang_adapter.host_copies import upload
-from sgl_batch.sglang_adapter.layers import TOP_K_ALL, Sampler
+from sgl_batch.sglang_adapter.layers import RETURN_ORIGINAL_LOGPROB, TOP_K_ALL, Sampler
 from sgl_batch.sglang_adapter.sampling_rows import RowParameters
 
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed 64-bit integer (splitmix64)
@@ -127,11 +127,16 @@ def _kernels_for(rows: torch.Tensor) -> ModuleType | None:
     return native_kernels() if rows.device.type == "cpu" else None
 
 
+def _uniforms(sampling_info: Any, positions: torch.Tensor) -> torch.Tensor:
+    assert sampling_info.sampling_seed is not None, "the scheduler gives every row a seed"
+    return counter_uniform(sampling_info.sampling_seed, positions)
+
+
 class CounterSampler(Sampler):  # type: ignore[misc]
     """SGLang's sampler with our draw. Every row has a seed; greedy rows take the largest logit.
 
-    On a CPU the native kernel draws for all rows. Elsewhere rows are grouped by their filters, which are read on the
-    host, from `KnownSampling`: no step waits for the device here.
+    On a CPU the native kernel draws for all rows, from their logits. Elsewhere rows are grouped by their filters, which
+    are read on the host, from `KnownSampling`: no step waits for the device here.
     """
 
     def forward(
@@ -150,9 +155,12 @@ class CounterSampler(Sampler):  # type: ignore[misc]
                 return largest
         if return_logprob and any(ids is not None for ids in token_ids_logprobs):
             token_ids_logprobs = [ids or [] for ids in token_ids_logprobs]
-        tokens: torch.Tensor = super().forward(
-            logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
-        )
+        logprobs_of = (top_logprobs_nums, token_ids_logprobs) if return_logprob else None
+        tokens = self._sample_from_logits(logits_output, sampling_info, logprobs_of, positions)
+        if tokens is None:
+            tokens = super().forward(
+                logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+            )
         return tokens
 
     def _largest(self, logits: torch.Tensor, sampling_info: Any) -> torch.Tensor | None:
@@ -164,18 +172,58 @@ class CounterSampler(Sampler):  # type: ignore[misc]
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
 
+    def _sample_from_logits(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        logprobs_of: tuple[list[int], list[list[int] | None]] | None,
+        positions: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Do what SGLang's `forward` does, but draw from the logits by one kernel; None where torch draws.
+
+        `logprobs_of`: how many of the largest log probabilities each row returns, and of which tokens.
+        """
+        logits = logits_output.next_token_logits
+        kernels = _kernels_for(logits)
+        if kernels is None or sampling_info.is_all_greedy or self.use_log_softmax_logprob:
+            return None
+        logits = self._preprocess_logits(logits, sampling_info)
+        temperatures: torch.Tensor = sampling_info.temperatures
+        tokens = self._draw(kernels, logits, sampling_info, positions, temperatures)
+        masks = any(sampling_info.return_sampling_masks or [])
+        if masks or logprobs_of is not None:
+            logprobs = torch.log_softmax(logits, dim=-1) if RETURN_ORIGINAL_LOGPROB else None
+            probs = torch.softmax(logits.div_(temperatures), dim=-1)
+            if masks:
+                mask = self._compute_sampling_mask_from_probs(probs, sampling_info)
+                self._attach_sampling_mask_to_output(logits_output, sampling_info, tokens, mask)
+            if logprobs_of is not None:
+                logprobs = torch.log(probs) if logprobs is None else logprobs
+                found = self.output_logprob_processor.compute_logprobs(logprobs, *logprobs_of, tokens)
+                found.write_output_to(logits_output)
+        self._sync_token_ids_across_tp(tokens, sampling_info)
+        return tokens
+
     def _sample_from_probs(
         self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool
     ) -> torch.Tensor:
-        seeds = sampling_info.sampling_seed
-        assert seeds is not None, "the scheduler gives every row a seed"
-        uniforms = counter_uniform(seeds, positions)
         kernels = _kernels_for(probs)
         if kernels is not None:
-            top_ks, top_ps, min_ps = sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps
-            tokens: torch.Tensor = kernels.sample(probs, top_ks, top_ps, min_ps, uniforms)
-            return tokens
-        return self._sample_by_groups(probs, sampling_info, uniforms)
+            return self._draw(kernels, probs, sampling_info, positions)
+        return self._sample_by_groups(probs, sampling_info, _uniforms(sampling_info, positions))
+
+    def _draw(
+        self,
+        kernels: ModuleType,
+        rows: torch.Tensor,
+        sampling_info: Any,
+        positions: torch.Tensor,
+        temperatures: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        uniforms = _uniforms(sampling_info, positions)
+        top_ks, top_ps, min_ps = sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps
+        tokens: torch.Tensor = kernels.sample(rows, top_ks, top_ps, min_ps, uniforms, temperatures)
+        return tokens
 
     def _sample_by_groups(self, probs: torch.Tensor, sampling_info: Any, uniforms: torch.Tensor) -> torch.Tensor:
         rows: list[RowParameters] = sampling_info.rows

@@ -33,6 +33,7 @@ with bootstrap.importing():
     )
     from sglang.srt.layers.rotary_embedding import RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
+    from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB as RETURN_ORIGINAL_LOGPROB
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
     from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -43,6 +44,7 @@ with bootstrap.importing():
     from xgrammar import apply_token_bitmask_inplace
 
 __all__ = [
+    "RETURN_ORIGINAL_LOGPROB",
     "TOP_K_ALL",
     "AttentionBackend",
     "DeepseekScalingRotaryEmbedding",

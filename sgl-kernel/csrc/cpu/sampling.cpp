@@ -1,4 +1,5 @@
-// Owns drawing a token from each row of probabilities, which top_k, top_p and min_p cut, without a sort.
+// Owns drawing a token from each row of probabilities, which top_k, top_p and min_p cut, without a sort, or from
+// each row of logits, whose powers of e stay in the cache.
 //
 // The result is that of sorting tokens by descending probability, equal ones by token; keeping the first top_k, of these a token
 // if the probabilities before it sum to at most top_p, and of these the ones of at least min_p times the largest; and drawing
@@ -12,6 +13,8 @@
 #include <bit>
 #include <cmath>
 #include <functional>
+#include <limits>
+#include <optional>
 
 #include "clones.h"
 #include "tasks.h"
@@ -51,6 +54,42 @@ SGL_BATCH_CLONES Block survey(const float* numbers, int64_t count) {
     largest = numbers[i] > largest ? numbers[i] : largest;
   }
   return {sum, largest};
+}
+
+SGL_BATCH_CLONES float largest_of(const float* numbers, int64_t count) {
+  float largest = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i) largest = numbers[i] > largest ? numbers[i] : largest;
+  return largest;
+}
+
+// e to the power of x, of at most 0, with a relative error of 2e-7; 0 below -87, and NaN of NaN. It has no branch, so that it can
+// be compiled for vectors.
+[[gnu::always_inline]] inline float exp_of(float x) {
+  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: in a sum with it, the lowest bits are a whole number
+  constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  const float shifted = x * 1.44269504f + kWhole, whole = shifted - kWhole;
+  const float r = (x - whole * kLn2High) - whole * kLn2Low;  // from -ln(2) / 2 to ln(2) / 2
+  float power = 1.0f / 5040;
+  power = power * r + 1.0f / 720;
+  power = power * r + 1.0f / 120;
+  power = power * r + 1.0f / 24;
+  power = power * r + 1.0f / 6;
+  power = power * r + 0.5f;
+  power = power * r + 1.0f;
+  power = power * r + 1.0f;
+  constexpr int32_t kLeast = 0x42AE0000, kInfinity = 0x7F800000;  // kLeast: the bits of 87
+  constexpr uint32_t kNan = 0x7FC00000;
+  const int32_t size = std::bit_cast<int32_t>(x) & 0x7FFFFFFF;
+  const uint32_t bits = std::bit_cast<uint32_t>(power) + (std::bit_cast<uint32_t>(shifted) << 23);
+  const auto within = 0u - static_cast<uint32_t>(size <= kLeast), no_number = 0u - static_cast<uint32_t>(size > kInfinity);
+  return std::bit_cast<float>((bits & within) | (kNan & no_number));
+}
+
+// e to the power of each number's distance to the largest one, times a factor.
+SGL_BATCH_CLONES void powers(const float* numbers, float* to, int64_t count, float largest, float factor) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) to[i] = exp_of((numbers[i] - largest) * factor);
 }
 
 struct Candidates {
@@ -140,11 +179,12 @@ struct Limits {
 // What a thread needs for a row of `count` numbers.
 class Scratch {
  public:
-  explicit Scratch(int64_t count) {
+  Scratch(int64_t count, bool of_logits) {
     const auto numbers = static_cast<size_t>(count);
     Carver carver;
     const size_t blocks = carver.take(sizeof(Block) * num_blocks(count)), largest = carver.take(sizeof(float) * num_blocks(count));
     const size_t keys = carver.take(sizeof(uint32_t) * numbers), tokens = carver.take(sizeof(int32_t) * numbers);
+    const size_t powers = carver.take(of_logits ? sizeof(float) * numbers : 0);
     const size_t first = carver.take(sizeof(Histogram)), others = carver.take(sizeof(Histogram));
     static thread_local Workspace workspace;
     auto* base = static_cast<char*>(workspace.at_least(carver.total()));
@@ -152,6 +192,7 @@ class Scratch {
     this->blocks = reinterpret_cast<Block*>(base + blocks);
     this->largest = reinterpret_cast<float*>(base + largest);
     candidates = {reinterpret_cast<uint32_t*>(base + keys), reinterpret_cast<int32_t*>(base + tokens), 0};
+    this->powers = reinterpret_cast<float*>(base + powers);
     this->first = reinterpret_cast<Histogram*>(base + first);
     this->others = reinterpret_cast<Histogram*>(base + others);
   }
@@ -159,26 +200,44 @@ class Scratch {
 
   Block* blocks;
   float* largest;  // of each block
+  float* powers;
   Candidates candidates;
   Histogram *first, *others;
 };
 
 class Row {
  public:
-  Row(const float* numbers, int64_t count, Scratch& scratch)
-      : numbers_(numbers), count_(count), num_blocks_(divide_up(count, kBlock)), scratch_(scratch) {
+  Row(const float* probs, int64_t count, Scratch& scratch) : Row(count, scratch) {
+    numbers_ = probs;
+    for (int64_t b = 0; b < num_blocks_; ++b) add(b);
+    whole_ = 1;
+  }
+
+  // The softmax of logits over a temperature is not divided by its sum: limits are multiplied by it.
+  Row(const float* logits, float temperature, int64_t count, Scratch& scratch) : Row(count, scratch) {
+    numbers_ = scratch.powers;
+    const float largest = largest_of(logits, count);
     for (int64_t b = 0; b < num_blocks_; ++b) {
-      const Block& block = scratch.blocks[b] = survey(numbers + b * kBlock, end_of(b) - b * kBlock);
-      sum_ += block.sum;
-      largest_ = std::max(largest_, block.largest);
+      powers(logits + b * kBlock, scratch.powers + b * kBlock, end_of(b) - b * kBlock, largest, 1.0f / temperature);
+      add(b);
     }
+    whole_ = sum_;
   }
 
   int64_t draw(const Limits& limits, double uniform) {
+    if (!std::isfinite(sum_)) return 0;
     return limits.any() ? draw_ranked(limits, uniform) : draw_in_order(uniform);
   }
 
  private:
+  Row(int64_t count, Scratch& scratch) : count_(count), num_blocks_(divide_up(count, kBlock)), scratch_(scratch) {}
+
+  void add(int64_t b) {
+    const Block& block = scratch_.blocks[b] = survey(numbers_ + b * kBlock, end_of(b) - b * kBlock);
+    sum_ += block.sum;
+    largest_ = std::max(largest_, block.largest);
+  }
+
   int64_t end_of(int64_t block) const { return std::min(count_, (block + 1) * kBlock); }
 
   int64_t draw_in_order(double uniform) const {
@@ -204,7 +263,8 @@ class Row {
       if (std::bit_cast<uint32_t>(scratch_.blocks[b].largest) >= least) candidates.append(numbers_, b * kBlock, end_of(b), least);
     if (candidates.count == 0) return 0;  // no number is a probability
     const Ranking ranking(candidates, *scratch_.first, *scratch_.others);
-    const Place end = ranking.last_within(static_cast<double>(limits.top_p), std::min<int64_t>(limits.top_k, candidates.count));
+    const double most = static_cast<double>(limits.top_p) * whole_;
+    const Place end = ranking.last_within(most, std::min<int64_t>(limits.top_k, candidates.count));
     const double kept = end.before + static_cast<double>(end.ties) * end.value();
     Place drawn = ranking.last_within(uniform * kept, end.rank + end.ties);
     int64_t at = 0;
@@ -217,9 +277,8 @@ class Row {
   uint32_t least_key(const Limits& limits) const {
     float least = largest_ * limits.min_p;
     // Those that are smaller than an equal share of what top_p leaves over do not make it up together.
-    const double over = sum_ - static_cast<double>(limits.top_p);
-    constexpr double kRounding = 1e-9;
-    if (over > kRounding) least = std::max(least, static_cast<float>((over - kRounding) / static_cast<double>(count_) * 0.999));
+    const double over = sum_ - static_cast<double>(limits.top_p) * whole_, rounding = 1e-9 * whole_;
+    if (over > rounding) least = std::max(least, static_cast<float>((over - rounding) / static_cast<double>(count_) * 0.999));
     if (limits.top_k < num_blocks_) {  // as many blocks have a number as large as that
       float* const all = scratch_.largest;
       for (int64_t b = 0; b < num_blocks_; ++b) all[b] = scratch_.blocks[b].largest;
@@ -230,10 +289,10 @@ class Row {
     return std::clamp<uint32_t>(std::bit_cast<uint32_t>(least), 1, kEndOfKeys);
   }
 
-  const float* numbers_;
+  const float* numbers_ = nullptr;
   int64_t count_, num_blocks_;
   Scratch& scratch_;
-  double sum_ = 0;
+  double sum_ = 0, whole_ = 0;  // whole_: what a probability of 1 is
   float largest_ = 0;
 };
 
@@ -245,7 +304,7 @@ const Number* limits_in(const at::Tensor& given, at::ScalarType type, int64_t ro
 }
 
 at::Tensor sample(const at::Tensor& probs, const at::Tensor& top_ks, const at::Tensor& top_ps, const at::Tensor& min_ps,
-                  const at::Tensor& uniforms) {
+                  const at::Tensor& uniforms, const std::optional<at::Tensor>& temperatures) {
   TORCH_CHECK(probs.dim() == 2 && probs.size(1) > 0 && probs.size(1) < kNoTopK && probs.stride(1) == 1, "probs are ",
               probs.sizes(), " with strides ", probs.strides(), "; rows are contiguous and have from 1 to 2**30 - 1 numbers");
   TORCH_CHECK(probs.scalar_type() == at::kFloat, "probs are ", probs.scalar_type(), "; use float32");
@@ -254,12 +313,15 @@ at::Tensor sample(const at::Tensor& probs, const at::Tensor& top_ks, const at::T
   const auto* top_p = limits_in<float>(top_ps, at::kFloat, rows, "top_ps");
   const auto* min_p = limits_in<float>(min_ps, at::kFloat, rows, "min_ps");
   const auto* uniform = limits_in<double>(uniforms, at::kDouble, rows, "uniforms");
+  const auto* temperature = temperatures ? limits_in<float>(*temperatures, at::kFloat, rows, "temperatures") : nullptr;
   auto out = at::empty({rows}, probs.options().dtype(at::kLong));
   auto* to = out.data_ptr<int64_t>();
   const auto* from = probs.data_ptr<float>();
   run_tasks(rows, [&](int64_t row, int) {
-    Scratch scratch(count);
-    to[row] = Row(from + row * stride, count, scratch).draw({top_k[row], top_p[row], min_p[row]}, uniform[row]);
+    Scratch scratch(count, temperature != nullptr);
+    const float* const numbers = from + row * stride;
+    Row one = temperature == nullptr ? Row(numbers, count, scratch) : Row(numbers, temperature[row], count, scratch);
+    to[row] = one.draw({top_k[row], top_p[row], min_p[row]}, uniform[row]);
   });
   return out;
 }
@@ -268,7 +330,8 @@ at::Tensor sample(const at::Tensor& probs, const at::Tensor& top_ks, const at::T
 }  // namespace sgl_batch
 
 TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
-  library.def("sample(Tensor probs, Tensor top_ks, Tensor top_ps, Tensor min_ps, Tensor uniforms) -> Tensor");
+  library.def("sample(Tensor probs, Tensor top_ks, Tensor top_ps, Tensor min_ps, Tensor uniforms, "
+              "Tensor? temperatures=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) { library.impl("sample", sgl_batch::sample); }

@@ -35,6 +35,7 @@ def sample(
     top_ps_T: torch.Tensor,
     min_ps_T: torch.Tensor,
     uniforms_T: torch.Tensor,
+    temperatures_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw a token from each row of probabilities by a number from [0, 1) of its own: int64 [T].
 
@@ -42,7 +43,8 @@ def sample(
     kept, of these a token if those before it sum to at most `top_ps`, and of these the ones of at least `min_ps` times
     the largest (f32). `uniforms` (f64) times the sum of what is kept are the places of the tokens drawn in that order,
     and in rows without filters in the order of tokens. `probs` are f32; rows may lie apart. A row's result depends on
-    that row alone.
+    that row alone. With `temperatures` (f32), `probs` are logits, and tokens are drawn from their softmax over these.
+    Where that has no value, because a logit is NaN or infinity or all are minus infinity, the token is 0.
     """
-    out: torch.Tensor = _ops.sample(probs_TV, top_ks_T, top_ps_T, min_ps_T, uniforms_T)
+    out: torch.Tensor = _ops.sample(probs_TV, top_ks_T, top_ps_T, min_ps_T, uniforms_T, temperatures_T)
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from comparison.cpu_bound import least_work
@@ -53,6 +55,21 @@ def test_a_checkpoint_whose_experts_lie_in_one_tensor_is_counted_as_others_are(m
     assert parameters > 2 * 32000 * hidden + 2 * 3 * hidden * width * 8
     with pytest.raises(ConfigError, match="already holds files"):
         make_released_layers("small", path, repo_root, layers=2)
+
+
+def test_each_layer_is_counted_with_its_own_window(monkeypatch, repo_root, tmp_path):
+    monkeypatch.setitem(RELEASED, "small", SMALL)
+    path = tmp_path / "model"
+    make_released_layers("small", path, repo_root / "test" / "models" / "tiny-qwen3-moe", layers=2)
+    workload = Workload(prompts=[[1] * 200], output_lens=[2], description="a prompt longer than the window of 128")
+    windowed, step = least_work(path, workload), least_work(path, workload).steps[0].parts[0]
+    assert (step.flop, step.read_bytes) == (4 * 4 * 16 * (128 + 201), 2 * 2 * 2 * 16 * (128 + 201))
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+    config["layer_types"] = ["full_attention"] * 2
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    unseen = sum(range(1, 201)) - sum(min(place, 128) for place in range(1, 201))
+    assert least_work(path, workload).prompts_flop - windowed.prompts_flop == 4 * 4 * 16 * unseen
 
 
 def test_no_layers_are_refused_with_one_line(capsys, tmp_path):

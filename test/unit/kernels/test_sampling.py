@@ -91,6 +91,62 @@ def test_a_smaller_row_after_a_large_one_does_not_see_its_numbers():
     assert [sample(small, top_p=0.9, uniform=number).item() for number in (0.0, 0.74, 0.76)] == [0, 0, 1]
 
 
+def of_logits(logits, temperatures, uniforms, *, top_p=1.0, min_p=0.0):
+    ones = torch.ones(len(logits))
+    limits = torch.full((len(logits),), ALL, dtype=torch.int32), top_p * ones, min_p * ones
+    before = logits.clone()
+    tokens = sgl_batch_kernel.sample(logits, *limits, uniforms, temperatures)
+    assert torch.equal(before.nan_to_num(7), logits.nan_to_num(7)), "logits are left as they are"
+    return tokens
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9, "min_p": 1e-4}], ids=["all", "cut"])
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.9, 30.0])
+@pytest.mark.parametrize("count", [15, 129, 151_936])
+def test_tokens_are_drawn_from_logits_as_from_their_softmax(count, temperature, limits):
+    generator = torch.Generator().manual_seed(count)
+    logits = (5 * torch.randn(1, count, generator=generator) + 40).expand(60, -1).contiguous()
+    logits[:, count // 2 + 1 :: 3] = -torch.inf
+    uniforms = torch.rand(60, generator=generator, dtype=torch.float64)
+    drawn = of_logits(logits, torch.full((60, 1), temperature), uniforms, **limits)
+    probs = torch.softmax(logits[0].double() / temperature, dim=-1)
+    values, order = probs.sort(descending=True, stable=True) if limits else (probs, torch.arange(count))
+    if limits:
+        values = torch.where((values.cumsum(0) - values <= 0.9) & (values >= 1e-4 * values[0]), values, 0.0)
+    # Rounding may move the end of a token's share of [0, 1), and order tokens of nearly the same probability otherwise.
+    ends = values.cumsum(0) / values.sum()
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(count))[drawn]
+    assert (values[place] > 0).all()
+    assert ((ends - values / values.sum())[place] <= uniforms + 2e-6).all()
+    assert (ends[place] >= uniforms - 2e-6).all()
+
+
+def test_a_row_of_logits_draws_alone_what_it_draws_among_others_that_lie_apart():
+    wide = torch.randn(40, 1100, generator=torch.Generator().manual_seed(0))
+    wide[:, 1000:] = 50.0  # not of the rows
+    temperatures, uniforms = torch.linspace(0.5, 1.5, 40), torch.linspace(0, 0.99, 40, dtype=torch.float64)
+    together = of_logits(wide[:, :1000], temperatures, uniforms)
+    for row in range(40):
+        place = slice(row, row + 1)
+        assert of_logits(wide[place, :1000].clone(), temperatures[place], uniforms[place]) == together[row]
+    assert len(set(together.tolist())) > 30
+
+
+def test_logits_without_a_softmax_draw_token_0_and_leave_other_rows_alone():
+    logits = torch.zeros(5, 300)
+    logits[0, 7], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 8:] = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)  # a NaN that carries a number
+    uniforms = torch.full((5,), 0.5, dtype=torch.float64)
+    for top_p in (0.9, 1.0):
+        assert of_logits(logits, torch.ones(5), uniforms, top_p=top_p).tolist() == [
+            0,
+            0,
+            0,
+            0,
+            150 if top_p == 1 else 135,
+        ]
+
+
 @pytest.mark.parametrize(
     "probs", [torch.ones(2, 0), torch.ones(8, 2).T, torch.ones(4)], ids=["empty", "strides", "1-d"]
 )
@@ -106,5 +162,8 @@ def test_limits_of_another_type_or_number_are_refused():
         for wrong in (good[at].half(), good[at][:1]):
             with pytest.raises(RuntimeError, match=f"{name} is "):
                 sgl_batch_kernel.sample(probs, *good[:at], wrong, *good[at + 1 :])
+    for wrong in (torch.ones(2).double(), torch.ones(3)):
+        with pytest.raises(RuntimeError, match="temperatures is "):
+            sgl_batch_kernel.sample(probs, *good, wrong)
     with pytest.raises(RuntimeError, match="probs are"):
         sgl_batch_kernel.sample(probs.double(), *good)

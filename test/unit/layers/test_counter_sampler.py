@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from sgl_batch.kernel_loader import native_kernels
@@ -335,9 +336,79 @@ def test_a_batch_without_seeds_is_a_scheduler_error():
         )
 
 
+def whole_sampler() -> CounterSampler:
+    sampler = CounterSampler.__new__(CounterSampler)
+    torch.nn.Module.__init__(sampler)
+    sampler.rl_on_policy_target, sampler.enable_deterministic = None, False
+    sampler.use_log_softmax_logprob, sampler.use_ascend_backend = False, False
+    sampler.output_logprob_processor = OutputLogprobProcessor()
+    return sampler
+
+
+def batch_of(rows: list[Row], temperatures: list[float], *, masks: bool) -> SimpleNamespace:
+    """What SGLang's forward reads of a batch."""
+    return SimpleNamespace(
+        sampling_seed=torch.tensor([row.seed for row in rows]),
+        temperatures=torch.tensor(temperatures)[:, None],
+        top_ks=torch.tensor([row.top_k for row in rows], dtype=torch.int32),
+        top_ps=torch.tensor([row.top_p for row in rows]),
+        min_ps=torch.tensor([row.min_p for row in rows]),
+        rows=[RowParameters(row.top_k, row.top_p, row.min_p) for row in rows],
+        groups=None,
+        grammars=None,
+        has_custom_logit_processor=False,
+        is_all_greedy=False,
+        need_top_k_sampling=True,
+        need_top_p_sampling=True,
+        need_min_p_sampling=True,
+        return_sampling_masks=[masks and place % 2 == 0 for place in range(len(rows))],
+        sampling_mask_max_top_k=0,
+    )
+
+
+def whole_forward(logits: torch.Tensor, info: SimpleNamespace, rows: list[Row], *, logprobs: bool) -> dict[str, object]:
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    named = [[3, 99] if place % 3 == 0 else None for place in range(len(rows))]
+    positions = torch.tensor([row.position for row in rows])
+    counts = [place % 4 for place in range(len(rows))]
+    tokens = whole_sampler().forward(output, info, logprobs, counts, named, positions)
+    del output.next_token_logits  # nobody reads them again
+    return {"tokens": tokens, **vars(output)}
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["", "masks"])
+@pytest.mark.parametrize("logprobs", [False, True], ids=["", "logprobs"])
+@pytest.mark.parametrize("original", [False, True], ids=["", "original"])
+def test_the_kernels_way_from_logits_gives_what_sglangs_gives(monkeypatch, logprobs, masks, original):
+    monkeypatch.setattr(counter_sampler, "RETURN_ORIGINAL_LOGPROB", original)
+    monkeypatch.setattr("sglang.srt.layers.sampler.SGLANG_RETURN_ORIGINAL_LOGPROB", original)
+    rows = mixed_rows(60)
+    logits = 3 * torch.randn(60, 1000, generator=torch.Generator().manual_seed(0))
+    logits[::7, 500:] = -torch.inf  # as a grammar masks them
+    temperatures = [(0.3, 1.0, 1.7)[place % 3] for place in range(60)]
+    by_kernel = whole_forward(logits, batch_of(rows, temperatures, masks=masks), rows, logprobs=logprobs)
+    monkeypatch.setattr(counter_sampler, "native_kernels", lambda: None)
+    by_sglang = whole_forward(logits, batch_of(rows, temperatures, masks=masks), rows, logprobs=logprobs)
+    assert by_kernel.keys() == by_sglang.keys()
+    assert ("next_token_logprobs" in by_kernel) == logprobs
+    assert ("next_token_sampling_mask_idx" in by_kernel) == masks
+    for name, expected in by_sglang.items():
+        torch.testing.assert_close(by_kernel[name], expected, rtol=2e-5, atol=1e-6)
+
+
+def test_log_probabilities_that_a_neighbour_asks_for_leave_a_rows_token_alone():
+    rows = mixed_rows(60)
+    logits = 3 * torch.randn(60, 1000, generator=torch.Generator().manual_seed(1))
+    info = batch_of(rows, [0.8] * 60, masks=False)
+    without, asked = (whole_forward(logits, info, rows, logprobs=logprobs) for logprobs in (False, True))
+    assert torch.equal(asked["tokens"], without["tokens"])
+
+
 def test_a_row_that_names_tokens_for_log_probabilities_has_neighbours_that_name_none(monkeypatch):
     sampler, asked = CounterSampler.__new__(CounterSampler), []
     monkeypatch.setattr(CounterSampler.__base__, "forward", lambda _, *given: asked.append(given[4]))
+    # Not on a CPU, which has a way of its own.
+    output = SimpleNamespace(next_token_logits=torch.empty(2, 10, device="meta"))
     for named in ([[7, 9], None], [None, None]):
-        sampler.forward(None, None, True, [0, 0], named, torch.zeros(2))
+        sampler.forward(output, None, True, [0, 0], named, torch.zeros(2))
     assert asked == [[[7, 9], []], [None, None]], "SGLang asks each row of a batch where one is named, else none"
