@@ -6,7 +6,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 # Rooms whose tests build SGLang's own classes. Elsewhere our adapter imports SGLang, and prepares the process itself.
-_BUILD_SGLANGS_CLASSES = ("layers", "mem_cache", "model_executor")
+_BUILD_SGLANGS_CLASSES = ("layers", "mem_cache", "model_executor", "sglang_adapter")
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:

@@ -37,6 +37,7 @@ from sgl_batch.sglang_adapter.layers import (
     replace_linear,
     replace_lm_head,
 )
+from sgl_batch.sglang_adapter.logits_rows import limit_logprob_rows
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
 from sgl_batch.sglang_adapter.types.models import (
     AttentionBackend,
@@ -51,6 +52,9 @@ from sgl_batch.weights.weight_streamer import WeightStreamer
 
 _CODED_ISAS = ("amx_bf16", "avx512_bf16")
 """Instruction sets whose tiles decode weights as they multiply, so that codes make decode faster and nothing slower."""
+
+_LOGPROB_BYTES = 80 << 20
+"""Of a prompt's logits at a time: several times as much stays in the memory that freed tensors leave to the next ones."""
 
 
 class CpuOperators:
@@ -185,6 +189,7 @@ class CpuOperators:
         head = replace_lm_head(model, self._weights.linear, self._weights.rows)
         if head is not None and head.weight not in self._weights:
             self._weights.add_linear(head.weight, exact=True)
+        limit_logprob_rows(model, _LOGPROB_BYTES)
         if self.expert_runner == "native" and self._streamer is None:
             for layer in expert_layers(model):
                 clamped = clamped_experts_of(layer) is not None

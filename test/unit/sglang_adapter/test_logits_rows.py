@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+from sglang.srt.layers.logprob_processor import InputLogprobProcessor
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
-from sgl_batch.sglang_adapter.logits_rows import batch_of_rows, rows_with_logits
+from sgl_batch.sglang_adapter.logits_rows import batch_of_rows, limit_logprob_rows, rows_with_logits
 
 LENGTHS = [4, 5, 6, 1, 9]
 
@@ -62,3 +64,45 @@ def test_all_rows_are_read_where_hidden_states_or_scores_between_items_are_asked
     for batch in (hidden, items, batch_of(None, ForwardMode.DECODE)):
         assert rows_with_logits(batch) is None
     assert rows_with_logits(batch_of(None)) == [1] * len(LENGTHS)
+
+
+def logprobs_by(rows_at_a_time: int, starts: list[int]) -> tuple[object, ...]:
+    """Log probabilities of a batch whose head takes so many rows at a time, by SGLang's own code."""
+    batch = batch_of(starts)
+    batch.token_ids_logprobs = [None, [3, 1], None, [0], [8, 9, 2]]
+    metadata = LogitsMetadata.from_forward_batch(batch)
+    hidden, head = torch.randn(sum(LENGTHS), 3, generator=torch.Generator().manual_seed(0)), torch.ones(3, 10).cumsum(1)
+    metadata.extend_input_logprob_token_ids_gpu = (
+        torch.arange(sum(n - s for n, s in zip(LENGTHS, starts, strict=True))) % 10
+    )
+    rows, _, _, *indices = LogitsProcessor._get_pruned_states(None, hidden, None, None, metadata)
+    processor = InputLogprobProcessor()
+    processor.logprobs_chunk_size = rows_at_a_time
+    found, sampled = processor.forward(rows, *indices, None, lambda some, *_, **__: torch.cos(some @ head), metadata)
+    return *vars(found).values(), sampled
+
+
+@pytest.mark.parametrize("starts", [[0] * 5, [0, 5, 3, 1, 8], [4, 5, 6, 0, 9], [3, 0, 6, 1, 2]], ids=str)
+@pytest.mark.parametrize("rows_at_a_time", [1, 2, 3, 5, 8, 24])
+def test_log_probabilities_do_not_depend_on_how_many_rows_the_head_takes_at_a_time(rows_at_a_time, starts):
+    whole = logprobs_by(1000, starts)
+    for part, expected in zip(logprobs_by(rows_at_a_time, starts), whole, strict=True):
+        if isinstance(expected, torch.Tensor):
+            torch.testing.assert_close(part, expected)
+        else:
+            assert part == expected
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(1000, 20_971), (32_000, 655), (151_936, 138), (1_000_000, 64)])
+def test_a_head_takes_as_many_rows_at_a_time_as_their_logits_have_room(monkeypatch, vocab_size, rows):
+    def limited() -> int:
+        model = SimpleNamespace(
+            logits_processor=SimpleNamespace(vocab_size=vocab_size, input_logprob_processor=InputLogprobProcessor())
+        )
+        limit_logprob_rows(model, 80 << 20)
+        return model.logits_processor.input_logprob_processor.logprobs_chunk_size
+
+    assert limited() == rows
+    monkeypatch.setenv("SGLANG_LOGPROB_CHUNK_SIZE", "9")
+    assert limited() == 9, "a user's own number of rows stands"
+    limit_logprob_rows(SimpleNamespace(), 80 << 20)  # a model without such a head
