@@ -9,6 +9,7 @@ import math
 import signal
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     what.add_argument("--jsonl", type=Path, metavar="FILE", help="OpenAI batch request lines instead of random prompts")
     for name, (kind, _, _, meaning) in _SAMPLING.items():
         what.add_argument(f"--{name.replace('_', '-')}", type=kind, help=meaning)
+    what.add_argument(
+        "--score-prompts", action="store_true", help="also ask for the log probability of each token of the prompts"
+    )
     what.add_argument("--chat", action="store_true", help="put the prompts of --jsonl through the chat template")
     how = parser.add_argument_group("how to run it")
     how.add_argument("--engines", help="comma-separated, in this order (all that are named above or by --engine-env)")
@@ -255,6 +259,9 @@ def build_workload(args: argparse.Namespace) -> Workload:
             seed=args.seed,
         )
     check_fits(workload, config)
+    if args.score_prompts:
+        description = f"{workload.description}, with log probabilities of the prompts"
+        workload = replace(workload, scores_prompts=True, description=description)
     return workload
 
 
@@ -268,12 +275,14 @@ def parse_sampling(args: argparse.Namespace, engines: Sequence[str]) -> dict[str
     for name, (_, least, most, _) in _SAMPLING.items():
         if name in found and not least <= found[name] <= most:
             raise ConfigError(f"--{name.replace('_', '-')} is {found[name]:g}; it is from {least} to {most}")
-    greedy = [name for name in engines if engine_of(name) not in SAMPLING_ENGINES]
-    if greedy:
-        raise ConfigError(
-            f"--temperature: {', '.join(greedy)} can only be compared greedily here; --engines names those to compare"
-        )
+    _check_engines("--temperature", engines, "can only be compared greedily here")
     return found
+
+
+def _check_engines(flag: str, engines: Sequence[str], fault: str) -> None:
+    others = [name for name in engines if engine_of(name) not in SAMPLING_ENGINES]
+    if others:
+        raise ConfigError(f"{flag}: {', '.join(others)} {fault}; --engines names those to compare")
 
 
 def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
@@ -283,6 +292,8 @@ def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
         if value is not None and value <= 0:
             raise ConfigError(f"{flag} is {value}; it must be more than 0")
     environments = parse_environments(args.engine_env)
+    if args.score_prompts:
+        _check_engines("--score-prompts", parse_engines(args.engines, environments), "are not asked for that here")
     out = args.out or ROOT / "benchmark" / "out" / f"offline-{started:%Y%m%d-%H%M%S}"
     return Settings(
         model=args.model.resolve(),

@@ -111,7 +111,8 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
 
     A token takes two operations for each weight of a matrix, of experts for the share that it is sent to, and for each
     token that it sees four for each number of a query (not counted with latent attention). The output matrix counts for
-    generated tokens only, and of the last layer a prompt's tokens but its last need keys and values alone.
+    generated tokens only, and of the last layer a prompt's tokens but its last need keys and values alone, unless
+    prompts are scored.
     """
     config = model_config(model)
     elements = _elements(model, config)
@@ -132,11 +133,13 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
         seen = sum(_seen(lengths, window) for window in windows)
         attention = Part(flop=seen_flop * seen, read_bytes=kv_bytes * seen)
         steps.append(Step(parts=(attention, *elements.parts_of(len(lengths)))))
-    unread = workload.prompt_tokens - len(workload.prompts)
-    seen = sum(_seen(range(1, len(prompt) + 1), window) for prompt in workload.prompts for window in windows[:-1])
-    seen += _seen(map(len, workload.prompts), windows[-1])
+    unread = 0 if workload.scores_prompts else workload.prompt_tokens - len(workload.prompts)
+    whole = windows if workload.scores_prompts else windows[:-1]
+    seen = sum(_seen(range(1, len(prompt) + 1), window) for prompt in workload.prompts for window in whole)
+    if not workload.scores_prompts:
+        seen += _seen(map(len, workload.prompts), windows[-1])
     matrices = workload.prompt_tokens * elements.of_a_token - unread * elements.last_only
-    matrices += len(workload.prompts) * elements.head
+    matrices += (workload.prompt_tokens - unread) * elements.head
     computed = workload.prompt_tokens + workload.output_tokens - len(workload.prompts)
     return LeastWork(
         prompts_flop=2 * matrices + seen_flop * seen, steps=tuple(steps), kv_bytes=float(kv_bytes * layers * computed)

@@ -31,7 +31,7 @@ ENGINE_MODULES = {
     "openvino": "openvino_genai",
     "llamacpp": "llama_cpp",
 }
-# Of these, the ones that our runners let sample.
+# Of these, the ones that our runners let sample, and score prompts.
 SAMPLING_ENGINES = frozenset(
     name for name, module in ENGINE_MODULES.items() if module in ("sgl_batch", "sglang", "vllm")
 )
@@ -172,6 +172,7 @@ def _spec(name: str, workload: Workload, settings: Settings) -> dict[str, Any]:
         "hf_batch": settings.hf_batch,
         "full_warm_up": settings.full_warm_up,
         "sampling": settings.sampling,
+        "scores_prompts": workload.scores_prompts,
         "arguments": settings.arguments_of.get(name, {}),
     }
 

@@ -18,11 +18,15 @@ _FIRST_RANDOM_ID = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Prompts as token ids and, for each, how many tokens to generate."""
+    """Prompts as token ids and, for each, how many tokens to generate.
+
+    `scores_prompts`: each token of a prompt but the first is answered with its log probability, too.
+    """
 
     prompts: list[list[int]]
     output_lens: list[int]
     description: str
+    scores_prompts: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.prompts) == len(self.output_lens), "one output length a prompt"

@@ -22,10 +22,12 @@ class SglangRunner:
 
     `sampling`: temperature, top_p and top_k; without a temperature tokens are greedy. Else each prompt has a seed of
     its own, which stock takes in its deterministic mode only: otherwise it samples by the engine's `random_seed`.
+    `scores_prompts`: it also asks for the log probability of each token of the prompts.
     """
 
-    def __init__(self, engine: Any, sampling: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, engine: Any, sampling: Mapping[str, Any] | None = None, *, scores_prompts: bool = False) -> None:
         self.engine, self._sampling = engine, {"temperature": 0.0, **(sampling or {})}
+        self._asked = {"return_logprob": True, "logprob_start_len": 0} if scores_prompts else {}
         atexit.register(engine.shutdown)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
@@ -35,7 +37,7 @@ class SglangRunner:
         if self._sampling["temperature"]:
             for seed, asked in enumerate(sampling):
                 asked["sampling_seed"] = seed
-        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling)
+        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling, **self._asked)
         return [answer["output_ids"] for answer in answers]
 
     def details(self) -> dict[str, Any]:
@@ -59,7 +61,9 @@ def start(spec: dict[str, Any]) -> SglangRunner:
     if spec["engine"] == "stock":
         from sgl_batch.sglang_adapter.stock_engine import StockEngine
 
-        return SglangRunner(StockEngine(**arguments), spec.get("sampling"))
-    from sgl_batch import Engine
+        engine: Any = StockEngine(**arguments)
+    else:
+        from sgl_batch import Engine
 
-    return SglangRunner(Engine(**arguments, **VARIANTS[spec["engine"]]), spec.get("sampling"))
+        engine = Engine(**arguments, **VARIANTS[spec["engine"]])
+    return SglangRunner(engine, spec.get("sampling"), scores_prompts=spec.get("scores_prompts", False))

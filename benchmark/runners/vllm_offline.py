@@ -38,7 +38,13 @@ def start(spec: dict[str, Any]) -> VllmRunner:
     from vllm import LLM
 
     llm = LLM(model=spec["model"], dtype=spec["dtype"], **spec["arguments"])
-    return VllmRunner(llm, spec.get("sampling"))
+    return VllmRunner(llm, sampling_of(spec))
+
+
+def sampling_of(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of SamplingParams that a spec asks for."""
+    scored = {"prompt_logprobs": 0} if spec.get("scores_prompts") else {}  # of each token alone, and of no other ones
+    return {**(spec.get("sampling") or {}), **scored}
 
 
 def set_up_cpu() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from comparison.child import run_child
@@ -29,6 +30,19 @@ def test_the_least_work_counts_each_matrix_for_the_tokens_that_pass_through_it(r
     expected = 2 * (config["num_hidden_layers"] * layers - unread + 6 * hidden * config["vocab_size"])
     assert work.flop == pytest.approx(expected)
     assert work.kv_bytes == 2 * 2 * COMPUTED * config["num_hidden_layers"] * config["num_key_value_heads"] * head
+
+
+def test_scored_prompts_need_all_of_the_last_layer_and_the_output_matrix_for_each_token(repo_root):
+    model = repo_root / "test" / "models" / "tiny-qwen3-moe"
+    config, plain = model_config(model), least_work(model, WORKLOAD)
+    scored = least_work(model, replace(WORKLOAD, scores_prompts=True))
+    hidden, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    unread = hidden * head * 2 * heads + hidden * config["num_experts"]  # the last layer's but keys and values
+    unread += 3 * hidden * config["moe_intermediate_size"] * config["num_experts_per_tok"]
+    seen = sum(range(1, 10)) + sum(range(1, 30))
+    expected = 2 * 38 * (unread + hidden * config["vocab_size"]) + 4 * seen * heads * head
+    assert scored.flop - plain.flop == pytest.approx(expected)
+    assert scored.steps == plain.steps
 
 
 def test_a_step_of_decode_reads_the_experts_that_its_tokens_choose_and_their_kv(repo_root):

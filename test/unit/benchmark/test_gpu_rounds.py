@@ -41,6 +41,14 @@ def test_each_prompt_is_sampled_from_a_seed_of_its_own_where_it_is_not_greedy(te
     assert [one["max_new_tokens"] for one in sampling] == [4, 5]
 
 
+@pytest.mark.parametrize("scores_prompts", [False, True])
+def test_prompts_are_scored_where_that_is_asked_for(scores_prompts):
+    engine = EngineStandIn()
+    SglangRunner(engine, scores_prompts=scores_prompts).generate([[1]], [4])
+    given = {name: engine.asked.get(name) for name in ("return_logprob", "logprob_start_len")}
+    assert given == ({"return_logprob": True, "logprob_start_len": 0} if scores_prompts else dict.fromkeys(given))
+
+
 def test_experts_are_read_at_the_positions_of_decode_steps():
     engine = EngineStandIn()
     choices = choices_of(engine, [[7] * 6, [7] * 9], [[3, 5], [6, 8]], layers=3, top_k=2)

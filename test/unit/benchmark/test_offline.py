@@ -35,6 +35,7 @@ from sgl_batch.errors import ConfigError
         (["--model", "MODEL", "--top-p", "0.9"], "they need a --temperature above 0"),
         (["--model", "MODEL", "--temperature", "3"], "--temperature is 3; it is from 0 to 2"),
         (["--model", "MODEL", "--temperature", "1", "--engines", "sgl_batch,hf"], "hf can only be compared greedily"),
+        (["--model", "MODEL", "--score-prompts", "--engines", "sgl_batch,hf"], "hf are not asked for that here"),
         (["--make-model", "MODEL"], "already holds files"),
         (["--make-model", "new-model", "--make-model-layers", "0"], "--make-model-layers is 0"),
     ],

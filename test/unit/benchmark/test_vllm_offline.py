@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runners.vllm_offline import VllmRunner, set_up_cpu
+from runners.vllm_offline import VllmRunner, sampling_of, set_up_cpu
 
 VARIABLES = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "LD_PRELOAD")
 
@@ -59,3 +59,9 @@ def test_a_number_of_reserved_cores_leaves_the_choice_of_cores_to_vllm(monkeypat
 def test_the_record_names_every_variable_that_rules_vllm() -> None:
     set_up_cpu()
     assert VllmRunner(None).details() == {name: os.environ.get(name) for name in VARIABLES}
+
+
+def test_vllm_is_asked_for_log_probabilities_of_prompts_where_they_are_scored() -> None:
+    assert sampling_of({"sampling": {"temperature": 0.5}}) == {"temperature": 0.5}
+    assert sampling_of({"sampling": {"temperature": 0.5}, "scores_prompts": False}) == {"temperature": 0.5}
+    assert sampling_of({"sampling": {}, "scores_prompts": True}) == {"prompt_logprobs": 0}
