@@ -173,6 +173,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         metavar="N",
         help="channels of each of qwen3-moe's 64 experts (384)",
     )
+    make.add_argument(
+        "--make-model-vocabulary", type=int, metavar="N", help="tokens of a released model's layers (32000)"
+    )
     return parser.parse_args(argv)
 
 
@@ -365,10 +368,13 @@ def make_model(args: argparse.Namespace) -> int:
 
     tokenizer_from = ROOT / "test" / "models" / "tiny-qwen3-moe"
     layers = MADE[args.make_model_family] if args.make_model_layers is None else args.make_model_layers
+    if args.make_model_vocabulary is not None and args.make_model_family not in RELEASED:
+        raise ConfigError(f"--make-model-vocabulary is for {', '.join(RELEASED)}; {args.make_model_family} has 32000")
     if args.make_model_family == "qwen3":
         parameters = make_dense_checkpoint(args.make_model, tokenizer_from, layers, say)
     elif args.make_model_family in RELEASED:
-        parameters = make_released_layers(args.make_model_family, args.make_model, tokenizer_from, layers)
+        given = args.make_model_family, args.make_model, tokenizer_from, layers
+        parameters = make_released_layers(*given, vocabulary=args.make_model_vocabulary)
     else:
         width = args.make_model_expert_width
         parameters = make_checkpoint(args.make_model, tokenizer_from, layers, say, expert_width=width)

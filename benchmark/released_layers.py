@@ -130,16 +130,22 @@ def build(name: str, layers: int, **changed: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(released.model_type, **settings), dtype=torch.bfloat16)
 
 
-def make_released_layers(name: str, directory: Path, tokenizer_from: Path, layers: int) -> int:
+def make_released_layers(
+    name: str, directory: Path, tokenizer_from: Path, layers: int, *, vocabulary: int | None = None
+) -> int:
     """Write a checkpoint with the layers of RELEASED[name] in bfloat16 and return its number of parameters.
 
-    The same weights each time. Raises ConfigError if `directory` is in use.
+    The same weights each time. `vocabulary`: as many tokens as that, of which the tokenizer knows the first (as many
+    as the tokenizer). Raises ConfigError if `directory` is in use.
     """
+    known: int = _SHARED["vocab_size"]
+    if vocabulary is not None and vocabulary < known:
+        raise ConfigError(f"--make-model-vocabulary is {vocabulary}; the tokenizer alone has {known} tokens")
     if layers < 1:
         raise ConfigError(f"--make-model-layers is {layers}; a model has at least 1 layer")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} already holds files; name a new directory, or delete it first")
-    model = build(name, layers)
+    model = build(name, layers, vocab_size=vocabulary or known)
     model.save_pretrained(directory)
     for file in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer_from / file, directory / file)

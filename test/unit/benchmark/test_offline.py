@@ -37,6 +37,7 @@ from sgl_batch.errors import ConfigError
         (["--model", "MODEL", "--temperature", "1", "--engines", "sgl_batch,hf"], "hf can only be compared greedily"),
         (["--model", "MODEL", "--score-prompts", "--engines", "sgl_batch,hf"], "hf are not asked for that here"),
         (["--make-model", "MODEL"], "already holds files"),
+        (["--make-model", "new-model", "--make-model-vocabulary", "40000"], "--make-model-vocabulary is for qwen3-30b"),
         (["--make-model", "new-model", "--make-model-layers", "0"], "--make-model-layers is 0"),
     ],
 )

@@ -10,6 +10,7 @@ from comparison.cpu_bound import least_work
 from comparison.workload import Workload
 from offline import main
 from released_layers import RELEASED, Released, build, make_released_layers
+from safetensors import safe_open
 
 from sgl_batch.errors import ConfigError
 
@@ -70,6 +71,16 @@ def test_each_layer_is_counted_with_its_own_window(monkeypatch, repo_root, tmp_p
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     unseen = sum(range(1, 201)) - sum(min(place, 128) for place in range(1, 201))
     assert least_work(path, workload).prompts_flop - windowed.prompts_flop == 4 * 4 * 16 * unseen
+
+
+def test_a_checkpoint_has_the_vocabulary_that_is_asked_for(monkeypatch, repo_root, tmp_path):
+    monkeypatch.setitem(RELEASED, "small", SMALL)
+    given = "small", tmp_path / "model", repo_root / "test" / "models" / "tiny-qwen3-moe"
+    with pytest.raises(ConfigError, match="--make-model-vocabulary is 31999; the tokenizer alone has 32000 tokens"):
+        make_released_layers(*given, layers=2, vocabulary=31_999)
+    make_released_layers(*given, layers=2, vocabulary=40_000)
+    with safe_open(tmp_path / "model" / "model.safetensors", framework="np") as tensors:
+        assert tensors.get_slice("lm_head.weight").get_shape() == [40_000, 64]
 
 
 def test_no_layers_are_refused_with_one_line(capsys, tmp_path):
