@@ -54,7 +54,7 @@ _CODED_ISAS = ("amx_bf16", "avx512_bf16")
 """Instruction sets whose tiles decode weights as they multiply, so that codes make decode faster and nothing slower."""
 
 _LOGPROB_BYTES = 80 << 20
-"""Of a prompt's logits at a time: several times as much stays in the memory that freed tensors leave to the next ones."""
+"""Of prompts' logits at a time: several times as much stays in the memory that freed tensors leave to the next."""
 
 
 class CpuOperators:

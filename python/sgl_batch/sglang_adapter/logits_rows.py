@@ -21,7 +21,7 @@ _FEWEST_ROWS = 64
 
 
 def limit_logprob_rows(model: Any, most_bytes: int) -> None:
-    """Let the head of a loaded model have the logits of `most_bytes` at a time where prompts' log probabilities are read.
+    """Let the head of a loaded model make logits of `most_bytes` at a time for the log probabilities of prompts.
 
     That is in float32, and 64 rows at least. SGLang has 2,048 rows at a time, which four times over are gigabytes where
     a vocabulary is large. A user's SGLANG_LOGPROB_CHUNK_SIZE stands.
