@@ -295,8 +295,9 @@ def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
         if value is not None and value <= 0:
             raise ConfigError(f"{flag} is {value}; it must be more than 0")
     environments = parse_environments(args.engine_env)
+    engines = parse_engines(args.engines, environments)
     if args.score_prompts:
-        _check_engines("--score-prompts", parse_engines(args.engines, environments), "are not asked for that here")
+        _check_engines("--score-prompts", engines, "are not asked for that here")
     out = args.out or ROOT / "benchmark" / "out" / f"offline-{started:%Y%m%d-%H%M%S}"
     return Settings(
         model=args.model.resolve(),
@@ -305,7 +306,7 @@ def build_settings(args: argparse.Namespace, started: datetime) -> Settings:
         timeout_s=args.timeout_s,
         hf_batch=args.hf_batch,
         full_warm_up=args.full_warm_up,
-        sampling=parse_sampling(args, parse_engines(args.engines, environments)),
+        sampling=parse_sampling(args, engines),
         threads=args.threads,
         python_of={name: this_python() for name in ENGINE_MODULES} | environments,
         arguments_of=parse_engine_arguments(args.engine_arg, environments),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,16 +131,15 @@ def least_work(model: Path, workload: Workload) -> LeastWork:
             for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
             if output_len > number
         ]
-        seen = sum(_seen(lengths, window) for window in windows)
+        seen = _seen(lengths, windows)
         attention = Part(flop=seen_flop * seen, read_bytes=kv_bytes * seen)
         steps.append(Step(parts=(attention, *elements.parts_of(len(lengths)))))
-    unread = 0 if workload.scores_prompts else workload.prompt_tokens - len(workload.prompts)
-    whole = windows if workload.scores_prompts else windows[:-1]
-    seen = sum(_seen(range(1, len(prompt) + 1), window) for prompt in workload.prompts for window in whole)
-    if not workload.scores_prompts:
-        seen += _seen(map(len, workload.prompts), windows[-1])
-    matrices = workload.prompt_tokens * elements.of_a_token - unread * elements.last_only
-    matrices += (workload.prompt_tokens - unread) * elements.head
+    # A token sees as many as its place; `read`: those that the last layer computes.
+    places = [place for prompt in workload.prompts for place in range(1, len(prompt) + 1)]
+    read = places if workload.scores_prompts else [len(prompt) for prompt in workload.prompts]
+    seen = _seen(places, windows[:-1]) + _seen(read, windows[-1:])
+    matrices = workload.prompt_tokens * elements.of_a_token - (len(places) - len(read)) * elements.last_only
+    matrices += len(read) * elements.head
     computed = workload.prompt_tokens + workload.output_tokens - len(workload.prompts)
     return LeastWork(
         prompts_flop=2 * matrices + seen_flop * seen, steps=tuple(steps), kv_bytes=float(kv_bytes * layers * computed)
@@ -153,8 +153,12 @@ def _windows(config: Mapping[str, Any]) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _seen(lengths: Iterable[int], window: int | None) -> int:
-    return sum(lengths if window is None else (min(length, window) for length in lengths))
+def _seen(lengths: Sequence[int], windows: Iterable[int | None]) -> int:
+    """Return how many tokens are seen in layers with these windows together, by tokens that could see `lengths`."""
+    return sum(
+        layers * sum(lengths if window is None else (min(length, window) for length in lengths))
+        for window, layers in Counter(windows).items()
+    )
 
 
 def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:

@@ -63,7 +63,8 @@ def test_each_layer_is_counted_with_its_own_window(monkeypatch, repo_root, tmp_p
     path = tmp_path / "model"
     make_released_layers("small", path, repo_root / "test" / "models" / "tiny-qwen3-moe", layers=2)
     workload = Workload(prompts=[[1] * 200], output_lens=[2], description="a prompt longer than the window of 128")
-    windowed, step = least_work(path, workload), least_work(path, workload).steps[0].parts[0]
+    windowed = least_work(path, workload)
+    step = windowed.steps[0].parts[0]
     assert (step.flop, step.read_bytes) == (4 * 4 * 16 * (128 + 201), 2 * 2 * 2 * 16 * (128 + 201))
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     assert config["layer_types"] == ["sliding_attention", "full_attention"]

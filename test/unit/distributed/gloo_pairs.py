@@ -33,13 +33,17 @@ def transports(num_ranks: int) -> list[GroupTransport]:
     return [GroupTransport(group, range(num_ranks)) for group in gloo_groups(num_ranks)]
 
 
-JOINED = "rank 0 has joined"  # a rank that died before that would make the other's joining fail, not its transfer
+def _join_of_two(store_path: str, rank: int) -> dist.ProcessGroup:
+    """Join the other process, and wait until it has joined: if it died before, joining would fail, not a transfer."""
+    store = dist.FileStore(store_path, 2)
+    group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+    store.set(f"{rank} has joined", "")
+    store.wait([f"{1 - rank} has joined"], timedelta(seconds=60))
+    return group
 
 
 def _die_while_sending(store_path: str, num_chunks: int) -> None:
-    store = dist.FileStore(store_path, 2)
-    group = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=60))
-    store.wait([JOINED], timedelta(seconds=60))
+    group = _join_of_two(store_path, 1)
     chunk = torch.ones(CHUNK_BYTES, dtype=torch.uint8)
     for _ in range(num_chunks):
         group.send([chunk], 0, 5).wait()
@@ -54,10 +58,7 @@ def peer_that_dies_after(store_path: str, num_chunks: int) -> Iterator[tuple[Gro
     )
     process.start()
     try:
-        store = dist.FileStore(store_path, 2)
-        group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=60))
-        store.set(JOINED, "")
-        yield GroupTransport(group, range(2)), process
+        yield GroupTransport(_join_of_two(store_path, 0), range(2)), process
     finally:
         process.kill()
         process.join()

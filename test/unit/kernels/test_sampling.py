@@ -137,14 +137,8 @@ def test_logits_without_a_softmax_draw_token_0_and_leave_other_rows_alone():
     logits[0, 7], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
     logits[3, 8:] = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)  # a NaN that carries a number
     uniforms = torch.full((5,), 0.5, dtype=torch.float64)
-    for top_p in (0.9, 1.0):
-        assert of_logits(logits, torch.ones(5), uniforms, top_p=top_p).tolist() == [
-            0,
-            0,
-            0,
-            0,
-            150 if top_p == 1 else 135,
-        ]
+    for top_p, drawn in ((0.9, 135), (1.0, 150)):
+        assert of_logits(logits, torch.ones(5), uniforms, top_p=top_p).tolist() == [0, 0, 0, 0, drawn]
 
 
 @pytest.mark.parametrize(

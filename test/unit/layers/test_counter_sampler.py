@@ -252,18 +252,31 @@ class Row(SimpleNamespace):
         super().__init__(**{"top_k": TOP_K_ALL, "top_p": 1.0, "min_p": 0.0, "seed": 0, "position": 0, **fields})
 
 
-def sampled(probs: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    """Return the tokens that the sampler draws, called as SGLang's forward calls it."""
-    info = SimpleNamespace(
+def batch_of(rows: list[Row], temperatures: list[float] | None = None, *, masks: bool = False) -> SimpleNamespace:
+    """What SGLang's forward reads of a batch, at temperature 1 if no other is given."""
+    return SimpleNamespace(
         sampling_seed=torch.tensor([row.seed for row in rows]),
+        temperatures=torch.tensor(temperatures or [1.0] * len(rows))[:, None],
         top_ks=torch.tensor([row.top_k for row in rows], dtype=torch.int32),
         top_ps=torch.tensor([row.top_p for row in rows]),
         min_ps=torch.tensor([row.min_p for row in rows]),
         rows=[RowParameters(row.top_k, row.top_p, row.min_p) for row in rows],
         groups=None,
+        grammars=None,
+        has_custom_logit_processor=False,
+        is_all_greedy=False,
+        need_top_k_sampling=True,
+        need_top_p_sampling=True,
+        need_min_p_sampling=True,
+        return_sampling_masks=[masks and place % 2 == 0 for place in range(len(rows))],
+        sampling_mask_max_top_k=0,
     )
+
+
+def sampled(probs: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """Return the tokens that the sampler draws, called as SGLang's forward calls it."""
     sampler = CounterSampler.__new__(CounterSampler)  # its constructor wants SGLang's process groups
-    return sampler._sample_from_probs(probs, info, torch.tensor([row.position for row in rows]), False)
+    return sampler._sample_from_probs(probs, batch_of(rows), torch.tensor([row.position for row in rows]), False)
 
 
 def mixed_rows(count: int) -> list[Row]:
@@ -345,27 +358,6 @@ def whole_sampler() -> CounterSampler:
     return sampler
 
 
-def batch_of(rows: list[Row], temperatures: list[float], *, masks: bool) -> SimpleNamespace:
-    """What SGLang's forward reads of a batch."""
-    return SimpleNamespace(
-        sampling_seed=torch.tensor([row.seed for row in rows]),
-        temperatures=torch.tensor(temperatures)[:, None],
-        top_ks=torch.tensor([row.top_k for row in rows], dtype=torch.int32),
-        top_ps=torch.tensor([row.top_p for row in rows]),
-        min_ps=torch.tensor([row.min_p for row in rows]),
-        rows=[RowParameters(row.top_k, row.top_p, row.min_p) for row in rows],
-        groups=None,
-        grammars=None,
-        has_custom_logit_processor=False,
-        is_all_greedy=False,
-        need_top_k_sampling=True,
-        need_top_p_sampling=True,
-        need_min_p_sampling=True,
-        return_sampling_masks=[masks and place % 2 == 0 for place in range(len(rows))],
-        sampling_mask_max_top_k=0,
-    )
-
-
 def whole_forward(logits: torch.Tensor, info: SimpleNamespace, rows: list[Row], *, logprobs: bool) -> dict[str, object]:
     output = SimpleNamespace(next_token_logits=logits.clone())
     named = [[3, 99] if place % 3 == 0 else None for place in range(len(rows))]
@@ -399,7 +391,7 @@ def test_the_kernels_way_from_logits_gives_what_sglangs_gives(monkeypatch, logpr
 def test_log_probabilities_that_a_neighbour_asks_for_leave_a_rows_token_alone():
     rows = mixed_rows(60)
     logits = 3 * torch.randn(60, 1000, generator=torch.Generator().manual_seed(1))
-    info = batch_of(rows, [0.8] * 60, masks=False)
+    info = batch_of(rows, [0.8] * 60)
     without, asked = (whole_forward(logits, info, rows, logprobs=logprobs) for logprobs in (False, True))
     assert torch.equal(asked["tokens"], without["tokens"])
 
