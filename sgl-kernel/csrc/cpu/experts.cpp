@@ -56,7 +56,7 @@ class Experts {
     const RowLayout layout = x_layout(block_rows_);
     rows_at_ = one.take(static_cast<size_t>(tile_.row_blocks ? layout.bytes(c_.hidden) : block_rows_ * layout.row));
     converted_at_ = one.take(row_bytes(c_.hidden));
-    panels_at_ = one.take(std::max(2 * w13(0, 0).spare_bytes(), plan_.down_panels_per_task() * w2(0).spare_bytes()));
+    panels_at_ = one.take(std::max(2 * w13(0, 0).spare_bytes(isa_), plan_.down_panels_per_task() * w2(0).spare_bytes(isa_)));
     const int64_t up_rows = 2 * (c_.hidden > tile_.best_k ? block_rows_ : tile_.max_rows);
     const int64_t down_rows = plan_.down_panels_per_task() * tile_.max_rows;
     products_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(std::max(up_rows, down_rows)));
@@ -126,7 +126,7 @@ class Experts {
     int64_t call = 0;
     for (int64_t panel = task.first; panel < task.last; ++panel) {
       ReadyPanel gate_panel = gate.ready(panel, isa_, spare, tiles.count);
-      ReadyPanel up_panel = up.ready(panel, isa_, spare + gate.spare_bytes(), tiles.count);
+      ReadyPanel up_panel = up.ready(panel, isa_, spare + gate.spare_bytes(isa_), tiles.count);
       const Place next = panel + 1 < task.last ? Place{block.expert, panel + 1} : Place{after.block.expert, after.first};
       const char* next_gate = w13(next.expert, 0).panel(next.panel);
       const char* next_up = w13(next.expert, 1).panel(next.panel);
@@ -221,7 +221,7 @@ class Experts {
     const KParts parts = tiles.parts(c_.inter, tile_);
     ReadyPanel ready[kMostDownPanelsPerTask];
     for (int64_t p = 0; p < panels; ++p)
-      ready[p] = weight.ready(task.first + p, isa_, scratch + panels_at_ + p * weight.spare_bytes(), tiles.count);
+      ready[p] = weight.ready(task.first + p, isa_, scratch + panels_at_ + p * weight.spare_bytes(isa_), tiles.count);
     for (int64_t tile = 0; tile < tiles.count; ++tile) {
       const int m = tiles.size(tile);
       for (int64_t part = 0; part < parts.count; ++part)

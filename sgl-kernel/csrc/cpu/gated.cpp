@@ -31,7 +31,7 @@ class Gated {
   void run() {
     Carver carver;
     const size_t rows_at = carver.take(in_place_ ? 0 : static_cast<size_t>(stride_ * c_.rows));
-    const size_t spare_at = carver.take(2 * gate_.spare_bytes() * num_threads());
+    const size_t spare_at = carver.take(2 * gate_.spare_bytes(isa_) * num_threads());
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(carver.total()));
     carver.guard(base);
@@ -39,7 +39,7 @@ class Gated {
     if (!in_place_) run_tasks(blocks_, [&](int64_t block, int) { convert(block, base + rows_at); });
     // The blocks of one chunk come one after the other: its weights are then in the caches.
     run_tasks(chunks_ * blocks_, [&](int64_t task, int thread) {
-      multiply(task / blocks_, task % blocks_, base + spare_at + 2 * gate_.spare_bytes() * thread);
+      multiply(task / blocks_, task % blocks_, base + spare_at + 2 * gate_.spare_bytes(isa_) * thread);
     });
   }
 
@@ -60,7 +60,7 @@ class Gated {
     const int64_t end = first_panel_ + panels_ * (chunk + 1) / chunks_;
     for (int64_t panel = first_panel_ + panels_ * chunk / chunks_; panel < end; ++panel) {
       ReadyPanel gate = gate_.ready(panel, isa_, spare, tiles.count);
-      ReadyPanel up = up_.ready(panel, isa_, spare + gate_.spare_bytes(), tiles.count);
+      ReadyPanel up = up_.ready(panel, isa_, spare + gate_.spare_bytes(isa_), tiles.count);
       const int64_t next = std::min(panel + 1, gate_.panels() - 1);
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int m = tiles.size(tile);

@@ -81,7 +81,7 @@ struct Tile {
   Ahead ahead;
   int64_t a_block = 0;  // bytes from one kBlockK numbers of a row to the next ones; 0: they follow one another
   uint32_t base = 0;         // of a coded panel
-  void* decoded = nullptr;  // where its numbers go as they lie without codes, or null
+  void* kept = nullptr;  // where a panel's numbers go for TileKernel::run_kept, or null
 };
 using TileFn = void (*)(const Tile& tile);
 // The same, where the rows' next `second_k` numbers meet the panel `second`.
@@ -94,6 +94,7 @@ struct TileKernel {
   TileFn run_half;    // the first half of the columns alone, the others of c stay as they are; null where there is none
   TwoPanelsFn run_two;  // null where a second panel takes a call of its own
   TileFn run_coded;   // takes coded panels as they lie, whole ones; null where they are decoded before
+  TileFn run_kept;    // takes what another tile kept of a panel; null where tiles keep nothing. See Isa::row_dtype
   int max_rows;       // of a tile, at most kMaxRows
   int full_rows;      // rows are cut into tiles of so many, the last of up to max_rows; 0: into as few equal ones as there can be
   bool chained;       // see above
@@ -226,7 +227,8 @@ struct Isa {
   ZipHalvesFn zip_halves;
   NormRotateHeadsFn norm_rotate_heads;
 
-  // What rows of activations must be to meet a weight.
+  // What rows of activations must be to meet a weight. Tiles keep a panel's numbers for others likewise, bf16 as `run` takes
+  // it or f32 as [K][kPanel], which saves them the widening.
   DType row_dtype(DType weight) const { return bf16_pairs ? tile_dtype(weight) : DType::kF32; }
   const TileKernel& tile(DType weight) const { return weight == DType::kF32 ? tile_f32 : tile_bf16; }
 };

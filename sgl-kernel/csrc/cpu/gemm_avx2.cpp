@@ -6,6 +6,6 @@
 #include "gemm_vector.h"
 
 namespace sgl_batch {
-constinit const Isa kAvx2 = isa_with("avx2", false, kernel_of(by_rows<TileBf16, kRows>, by_rows<TileI8, kRows>));
+constinit const Isa kAvx2 = isa_with("avx2", false, widening_kernel());
 }
 #endif

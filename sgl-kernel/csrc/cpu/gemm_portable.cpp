@@ -4,5 +4,5 @@
 #include "gemm_vector.h"
 
 namespace sgl_batch {
-constinit const Isa kPortable = isa_with("portable", false, kernel_of(by_rows<TileBf16, kRows>, by_rows<TileI8, kRows>));
+constinit const Isa kPortable = isa_with("portable", false, widening_kernel());
 }

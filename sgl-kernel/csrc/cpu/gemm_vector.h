@@ -106,47 +106,83 @@ struct TileF32 {
   }
 };
 
-// Weights of one step over two k, of kLanes columns. A bf16 pair lies in a 32-bit lane: its low half is the even k.
+// Weights of one step over two k, of the kLanes columns from `column` on. A bf16 pair lies in a 32-bit lane: its low half is the
+// even k.
 struct WeightsBf16 {
-  static constexpr int kBytes = 2;
-  static void load(const char* from, VecF& even, VecF& odd) {
-    const VecU pair = *reinterpret_cast<const VecUU*>(from);
+  static constexpr int64_t kBytes = 2;
+  static void load(const char* step, int column, VecF& even, VecF& odd) {
+    const VecU pair = *reinterpret_cast<const VecUU*>(step + 2 * kBytes * column);
     even = (VecF)(pair << 16);
     odd = (VecF)(pair & 0xffff0000u);
   }
 };
 struct WeightsI8 {
-  static constexpr int kBytes = 1;
-  static void load(const char* from, VecF& even, VecF& odd) {
-    const Pairs pairs(reinterpret_cast<const int8_t*>(from));
+  static constexpr int64_t kBytes = 1;
+  static void load(const char* step, int column, VecF& even, VecF& odd) {
+    const Pairs pairs(reinterpret_cast<const int8_t*>(step + 2 * kBytes * column));
     even = pairs.first;
     odd = pairs.second;
   }
 };
+// What a tile has kept of others.
+struct WeightsKept {
+  static constexpr int64_t kBytes = 4;
+  static void load(const char* step, int column, VecF& even, VecF& odd) {
+    const auto* from = reinterpret_cast<const float*>(step) + column;
+    even = sgl_batch::load(from);
+    odd = sgl_batch::load(from + kPanel);
+  }
+};
 
-template <int M, typename Weights>
+// A tile of the first `columns`.
+template <int M, typename Weights, int columns = kPanel>
 struct TileOfPairs {
   static void run(const Tile& tile) {
-    for (int column = 0; column < kPanel; column += kLanes * kVectors) {
-      VecF acc[M][kVectors];
+    for (int column = 0; column < columns; column += kLanes * kWide) {
+      VecF acc[M][kWide];
       begin_block(acc, tile, column);
-      const char* b = static_cast<const char*>(tile.panel) + 2 * column * Weights::kBytes;
       Left<M> left(tile);
       Prefetch prefetch(tile, column);
-      for (int64_t step = 0; step < tile.k; step += 2, b += 2 * kPanel * Weights::kBytes, left.advance(8), prefetch.advance()) {
-        VecF even[kVectors], odd[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) Weights::load(b + 2 * v * kLanes * Weights::kBytes, even[v], odd[v]);
-#pragma GCC unroll 16
-        for (int i = 0; i < M; ++i)
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) acc[i][v] += even[v] * left.template word<float>(i);
-#pragma GCC unroll 16
-        for (int i = 0; i < M; ++i)
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) acc[i][v] += odd[v] * left.template word<float>(i, 1);
-      }
+      auto* kept = static_cast<float*>(tile.kept);
+      multiply(acc, tile.panel, tile.k, column, left, prefetch, kept == nullptr ? nullptr : kept + column);
       end_block(acc, tile, column);
+    }
+  }
+  static void run(const Tile& tile, const void* second, int64_t second_k) {
+    for (int column = 0; column < columns; column += kLanes * kWide) {
+      VecF acc[M][kWide];
+      begin_block(acc, tile, column);
+      Left<M> left(tile);
+      Prefetch prefetch(tile, column);
+      multiply(acc, tile.panel, tile.k, column, left, prefetch, nullptr);
+      multiply(acc, second, second_k, column, left, prefetch, nullptr);
+      end_block(acc, tile, column);
+    }
+  }
+
+ private:
+  static constexpr int kWide = columns < kLanes * kVectors ? columns / kLanes : kVectors;
+
+  [[gnu::always_inline]] static void multiply(VecF (&acc)[M][kWide], const void* panel, int64_t k, int column, Left<M>& left,
+                                              Prefetch& prefetch, float* kept) {
+    const char* b = static_cast<const char*>(panel);
+    for (int64_t step = 0; step < k; step += 2, b += 2 * kPanel * Weights::kBytes, left.advance(8), prefetch.advance()) {
+      VecF even[kWide], odd[kWide];
+#pragma GCC unroll 4
+      for (int v = 0; v < kWide; ++v) Weights::load(b, column + v * kLanes, even[v], odd[v]);
+      if (kept != nullptr) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kWide; ++v) store(kept + v * kLanes, even[v]), store(kept + kPanel + v * kLanes, odd[v]);
+        kept += 2 * kPanel;
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+        for (int v = 0; v < kWide; ++v) acc[i][v] += even[v] * left.template word<float>(i);
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+        for (int v = 0; v < kWide; ++v) acc[i][v] += odd[v] * left.template word<float>(i, 1);
     }
   }
 };
@@ -154,7 +190,11 @@ struct TileOfPairs {
 template <int M>
 struct TileBf16 : TileOfPairs<M, WeightsBf16> {};
 template <int M>
+struct TileHalfBf16 : TileOfPairs<M, WeightsBf16, kPanel / 2> {};
+template <int M>
 struct TileI8 : TileOfPairs<M, WeightsI8> {};
+template <int M>
+struct TileKept : TileOfPairs<M, WeightsKept> {};
 
 // One compiled kernel for each number of rows.
 template <template <int> class Kernel, int M, typename... Others>
@@ -165,13 +205,14 @@ void by_rows(const Tile& tile, Others... others) {
   Kernel<M>::run(tile, others...);
 }
 
-constexpr TileKernel kernel_of(TileFn run, TileFn run_i8, TileFn run_half = nullptr, TwoPanelsFn run_two = nullptr,
-                               TileFn run_coded = nullptr) {
+constexpr TileKernel kernel_of(TileFn run, TileFn run_i8 = nullptr, TileFn run_half = nullptr, TwoPanelsFn run_two = nullptr,
+                               TileFn run_coded = nullptr, TileFn run_kept = nullptr) {
   return {.run = run,
           .run_i8 = run_i8,
           .run_half = run_half,
           .run_two = run_two,
           .run_coded = run_coded,
+          .run_kept = run_kept,
           .max_rows = kRows,
           .full_rows = 0,
           .chained = true,
@@ -180,13 +221,19 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8, TileFn run_half = null
           .release = nullptr};
 }
 
+// Tiles whose rows are f32: weights are widened in registers.
+constexpr TileKernel widening_kernel(TileFn run_coded = nullptr) {
+  return kernel_of(by_rows<TileBf16, kRows>, by_rows<TileI8, kRows>, by_rows<TileHalfBf16, kRows>, by_rows<TileBf16, kRows>,
+                   run_coded, by_rows<TileKept, kRows>);
+}
+
 // Everything but the tiles for pairs is the same for all instruction sets.
 constexpr Isa isa_with(const char* name, bool bf16_pairs, const TileKernel& tile_bf16, SoftmaxStepFn softmax = softmax_step) {
   return {
       .name = name,
       .bf16_pairs = bf16_pairs,
       .tile_bf16 = tile_bf16,
-      .tile_f32 = kernel_of(by_rows<TileF32, kRows>, nullptr),
+      .tile_f32 = kernel_of(by_rows<TileF32, kRows>),
       .store = store_rows,
       .store_scaled = store_scaled,
       .silu_mul = silu_mul,

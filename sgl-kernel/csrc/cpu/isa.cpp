@@ -23,6 +23,12 @@ const Isa& amx_bf16() {
 }
 #endif
 
+#if defined(__x86_64__)
+// Whether a core does two multiply-adds of f32 in the time of one dot product of bf16 pairs, so that a weight is best widened:
+// Intel's cores with AMX, which leave bf16 to it, also where the system does not offer it. They are those with fp16.
+bool widening_pays() { return __builtin_cpu_is("intel") && __builtin_cpu_supports("avx512fp16"); }
+#endif
+
 // Best first.
 std::vector<const Isa*> runnable() {
   std::vector<const Isa*> found;
@@ -33,8 +39,10 @@ std::vector<const Isa*> runnable() {
   const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   static const bool amx_bf16_tiles = avx512_bf16 && tiles_are_usable();
   if (amx_bf16_tiles) found.push_back(&amx_bf16());
+  const bool widening_first = avx512 && widening_pays();
+  if (widening_first) found.push_back(&kAvx512);
   if (avx512_bf16) found.push_back(&kAvx512Bf16);
-  if (avx512) found.push_back(&kAvx512);
+  if (avx512 && !widening_first) found.push_back(&kAvx512);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2);
 #endif
   found.push_back(&kPortable);

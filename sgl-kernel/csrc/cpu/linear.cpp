@@ -30,7 +30,7 @@ class Linear {
     Carver carver;
     const size_t rows_at = carver.take(in_place_ ? 0 : static_cast<size_t>(stride_ * c_.rows * c_.heads));
     Carver one;
-    spare_at_ = one.take(c_.w.spare_bytes());
+    spare_at_ = one.take(c_.w.spare_bytes(isa_));
     const int64_t block_rows = divide_up(c_.rows, blocks_);
     const RowLayout layout = layout_of(block_rows);
     const int64_t block_bytes = tile_.row_blocks ? layout.bytes(c_.w.k) : block_rows * layout.row;

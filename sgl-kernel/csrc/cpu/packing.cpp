@@ -13,8 +13,8 @@ namespace sgl_batch {
 namespace {
 
 constexpr int64_t kStepsAtOnce = 16;  // of a panel: what is read of each row is a cache line or two
-// So few tiles decode a coded panel for themselves; of more the first one writes its numbers for all of them.
-constexpr int64_t kTilesThatDecode = 1;
+// A panel that takes more bytes when it is widened to f32 stays as it lies: beside rows the second cache has no room for it.
+constexpr int64_t kMostKeptBytes = 512 << 10;
 constexpr float kLargestI8 = 127.0f;
 
 // A panel is an array of words: a pair of bf16 or int8 along k, or one f32.
@@ -117,17 +117,25 @@ void pack_rows(const void* plain, DType from, int64_t rows, int64_t k, void* pac
 
 ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64_t tiles) const {
   const int columns = width(index);
+  const TileKernel& tile = isa.tile(dtype);
   const int64_t wide = kPanel * static_cast<int64_t>(size_of(tile_dtype(dtype)));
+  const int64_t kept = kPanel * static_cast<int64_t>(size_of(isa.row_dtype(dtype)));
+  const bool keeps = tiles > 1 && tile.run_kept != nullptr && !tile.cuts_k(tiles);
+  const bool widens = keeps && kept > wide && kept * k <= kMostKeptBytes && columns == kPanel;
   if (marks != nullptr && marks[index] != 0) {
-    const TileKernel& tile = isa.tile(dtype);
     if (tile.run_coded != nullptr && !tile.cuts_k(tiles))
-      return {panel(index), tile.run_coded, 0, marks[index] - 1u, tiles > kTilesThatDecode ? spare : nullptr, tile.run};
+      return {panel(index), tile.run_coded, 0, marks[index] - 1u, keeps ? spare : nullptr, tile.run_kept, kept};
     decode_panel(isa, panel(index), k, marks[index], spare);
     return {spare, tile.run, wide};
   }
-  if (dtype != DType::kI8) return {ready_part(index, spare, 0, k), isa.tile(dtype).run, wide};
+  if (dtype == DType::kF32) return {ready_part(index, spare, 0, k), tile.run, wide};
+  if (dtype == DType::kBf16) {
+    if (widens) return {panel(index), tile.run, wide, 0, spare, tile.run_kept, kept};
+    return {ready_part(index, spare, 0, k), tile.run, wide};
+  }
   // Widening costs as much as a tile of few rows: it is done once where several tiles share it.
-  if (tiles == 1 && columns == kPanel) return {panel(index), isa.tile(dtype).run_i8, kPanel};
+  if (widens || (tiles == 1 && columns == kPanel))
+    return {panel(index), tile.run_i8, kPanel, 0, widens ? spare : nullptr, tile.run_kept, kept};
   // A narrow panel is widened as it is into the end of the full one, and spread out from there.
   auto* narrow = static_cast<uint16_t*>(spare) + (kPanel - columns) * k;
   isa.widen(reinterpret_cast<const int8_t*>(panel(index)), columns * k, narrow);

@@ -15,8 +15,7 @@ void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratc
 // each row then has a scale, by which its largest number is 127 (1 for a row of zeros).
 void pack_rows(const void* plain, DType from, int64_t rows, int64_t k, void* packed, DType to, float* scales);
 
-// A panel of full width, and the tile that takes it. Of a coded one the first tile may leave the numbers in `spare` for those
-// that follow.
+// A panel of full width, and the tile that takes it. The first tile may keep the numbers in `spare` for those that follow.
 struct ReadyPanel {
   const void* data;
   TileFn tile;
@@ -24,13 +23,14 @@ struct ReadyPanel {
   uint32_t base = 0;
   void* spare = nullptr;
   TileFn next_tile = nullptr;
+  int64_t next_step = 0;
 
   const void* from(int64_t k) const { return static_cast<const char*>(data) + k * step; }
   // Runs a tile, whose panel is `from` some k, with what else it needs to know of the panel.
   void multiply(Tile one) {
-    one.base = base, one.decoded = spare;
+    one.base = base, one.kept = spare;
     tile(one);
-    if (spare != nullptr) *this = {spare, next_tile, 2 * kPanel};
+    if (spare != nullptr) *this = {spare, next_tile, next_step};
   }
 };
 
@@ -50,7 +50,7 @@ struct PackedWeight {
 
   // The panel with its full width: itself, or a copy in `spare`, of spare_bytes(), widened from int8 or decoded, and
   // padded with zeros. Of all k, for a number of tiles, or of [first, last), of a matrix that is not of int8.
-  size_t spare_bytes() const { return size_of(tile_dtype(dtype)) * kPanel * static_cast<size_t>(k); }
+  size_t spare_bytes(const Isa& isa) const { return size_of(isa.row_dtype(dtype)) * kPanel * static_cast<size_t>(k); }
   ReadyPanel ready(int64_t index, const Isa& isa, void* spare, int64_t tiles) const;
   const void* ready_part(int64_t index, void* spare, int64_t first, int64_t last) const {
     if (width(index) < kPanel) return padded_part(index, spare, first, last);
