@@ -16,6 +16,8 @@ namespace sgl_batch {
 namespace {
 
 constexpr int64_t kRowsPerBlock = 96;  // rows (tokens x query heads of one KV head) that share a pass over the pages
+constexpr int64_t kRowsPerWideBlock = 192;  // the same where what they meet is widened for all of them at once
+constexpr int64_t kTilesThatWiden = 3;  // fewer widen what they meet themselves
 
 // Rows [first, last) of a tile, which are of one token: where they begin in q and in the result, and how many tokens it sees.
 struct Run {
@@ -41,16 +43,18 @@ class Attention {
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.dtype)),
         tile_(isa_.tile(call.dtype)),
+        is_widened_(row_dtype_ != call.dtype && tile_.run_kept != nullptr),
         blocks_cross_pages_(!tile_.chained && call.page % kBlockK != 0),
         pages_(call),
         group_(pages_.group()),
-        tokens_per_block_(std::max<int64_t>(1, kRowsPerBlock / group_)),
+        tokens_per_block_(std::max<int64_t>(1, (is_widened_ ? kRowsPerWideBlock : kRowsPerBlock) / group_)),
         rows_per_step_(std::max<int64_t>(tile_.usual_rows(), kSharedRows)),
         chunk_(pages_.chunk()),
         part_(pages_.part()),
         // Products of a page of fewer tokens than a panel has go past its part of a row.
         score_stride_(round_up(chunk_, kPanel) + (part_ < kPanel ? kPanel : 0)),
         padded_dim_(round_up(call.dim, kPanel)),
+        key_panels_(divide_up(part_, kPanel)),
         element_(static_cast<int64_t>(size_of(call.dtype))),
         row_bytes_(call.dim * element_),
         query_token_bytes_(call.q_stride * element_),
@@ -85,6 +89,8 @@ class Attention {
     scores_at_ = one.take(static_cast<size_t>(rows_per_step_ * score_stride_) * 4);
     weights_at_ = one.take(static_cast<size_t>(rows_per_step_ * score_stride_) * 4);
     spare_at_ = one.take(static_cast<size_t>(kPanel * std::max(c_.dim, c_.page)) * 4);
+    keys_at_ = one.take(is_widened_ ? static_cast<size_t>(chunk_ / part_ * key_panels_ * c_.dim * kPanel) * 4 : 0);
+    values_at_ = one.take(is_widened_ ? static_cast<size_t>(round_up(chunk_, 2) * padded_dim_) * 4 : 0);
     block_at_ = one.take(static_cast<size_t>(tile_steps(c_.dtype, kBlockK) * kStepBytes));
     tiles_at_ = one.take(static_cast<size_t>(rows) * sizeof(Rows));
     runs_at_ = one.take(static_cast<size_t>(rows + kMaxRows) * sizeof(Run));
@@ -126,12 +132,15 @@ class Attention {
       place += all[tile].count;
     }
     const TileUse use(tile_);
+    const bool widens = is_widened_ && tiles.count >= kTilesThatWiden;
     lead.enter(block, after);
     AttentionChunk chunk;
     for (int64_t first = start; pages_.take(chunk, block, first); first += chunk_) {
       const int64_t tile_bytes = chunk_bytes(chunk) / tiles.count;
       for (int64_t tile = 0, end; tile < count; tile = end) {
         end = std::min(count, tile + per_step);
+        // A step of several tiles of a head takes them all.
+        if (widens && tile % tiles.count == 0) widen(chunk, all[tile].head, scratch);
         for (int64_t each = tile; each < end && first == start; ++each) {
           begin(all[each], scratch);
           if (each + 1 < count)
@@ -140,7 +149,7 @@ class Attention {
             bring_first_queries(*after, runs);
         }
         lead.owe(tile_bytes * (end - tile));
-        attend_step(chunk, all + tile, end - tile, lead, scratch);
+        attend_step(chunk, all + tile, end - tile, widens, lead, scratch);
       }
     }
   }
@@ -215,17 +224,18 @@ class Attention {
   }
 
   // Some tiles of rows against a chunk: scores, weights, and what they add to the sums. The last chunk's sums are the result.
-  void attend_step(const AttentionChunk& chunk, const Rows* tiles, int64_t num_tiles, AttentionLead& lead,
+  void attend_step(const AttentionChunk& chunk, const Rows* tiles, int64_t num_tiles, bool is_wide, AttentionLead& lead,
                    char* scratch) const {
     // Tiles that share a step are of all rows of their heads.
     const Rows &first_rows = tiles[0], &last_rows = tiles[num_tiles - 1];
     const int64_t left = last_rows.runs[last_rows.num_runs - 1].sees - chunk.first, most = std::min(chunk_, left);
     if (most <= 0 || pages_.hidden_from(first_rows.runs[0].sees) >= chunk.first + chunk_) return;
     auto* scores = reinterpret_cast<float*>(scratch + scores_at_);
-    char* weights = row_dtype_ == DType::kF32 ? scratch + scores_at_ : scratch + weights_at_;
+    const bool coarse = c_.dtype == DType::kBf16;
+    char* weights = scratch + (coarse ? weights_at_ : scores_at_);
     int64_t from[kMaxRows], seen[kMaxRows], row = 0;
     for (const Rows& own : std::span(tiles, static_cast<size_t>(num_tiles))) {
-      score(chunk, own, most, lead, scores + row * score_stride_, scratch);
+      score(chunk, own, most, is_wide, lead, scores + row * score_stride_, scratch);
       if (left <= chunk_) bring_out(own);
       for (int i = 0; i < own.num_runs; ++i) {
         const Run& run = own.runs[i];
@@ -236,28 +246,60 @@ class Attention {
     }
     isa_.softmax_step({static_cast<int>(row), scores, score_stride_, from, seen, round_up(most, kPanel), c_.scaling,
                        maxima(first_rows, scratch), weight_sums(first_rows, scratch), row_dtype_, weights,
-                       sums(first_rows, scratch), padded_dim_});
+                       sums(first_rows, scratch), padded_dim_, coarse});
     for (const Rows& own : std::span(tiles, static_cast<size_t>(num_tiles))) {
-      add_values(chunk, own, most, lead, weights, scratch);
+      if (is_wide)
+        add_wide_values(chunk, own, most, lead, weights, scratch);
+      else
+        add_values(chunk, own, most, lead, weights, scratch);
       if (left <= chunk_) write(own, scratch);
       weights += own.count * weight_bytes();
     }
   }
 
-  // The scores of a tile's rows for the first `most` tokens of a chunk.
-  void score(const AttentionChunk& chunk, const Rows& own, int64_t most, AttentionLead& lead, float* scores,
+  // Keys and values of a chunk as rows of f32 meet them.
+  void widen(const AttentionChunk& chunk, int64_t head, char* scratch) const {
+    float* keys = wide_keys(scratch);
+    int64_t at = 0;
+    for (const PagePart& part : std::span(chunk.parts, static_cast<size_t>(chunk.num_parts))) {
+      const PackedWeight of_keys = pages_.keys(part.page, head), of_values = pages_.values(part.page, head);
+      for (int64_t panel = 0; panel * kPanel < part.count; ++panel)
+        isa_.widen_panel(of_keys.ready_part(part.offset / kPanel + panel, scratch + spare_at_, 0, c_.dim),
+                         tile_steps(c_.dtype, c_.dim), keys + panel * c_.dim * kPanel);
+      keys += key_panels_ * c_.dim * kPanel;
+      const int64_t steps = tile_steps(c_.dtype, part.count);
+      for (int64_t panel = 0; panel * kPanel < c_.dim; ++panel)
+        isa_.widen_panel(of_values.ready_part(panel, scratch + spare_at_, part.offset, part.offset + 2 * steps), steps,
+                         wide_values(panel, scratch) + at * kPanel);
+      at += part.count;
+    }
+  }
+
+  float* wide_keys(char* scratch) const { return reinterpret_cast<float*>(scratch + keys_at_); }
+  // Of one panel for all tokens of a chunk.
+  float* wide_values(int64_t panel, char* scratch) const {
+    return reinterpret_cast<float*>(scratch + values_at_) + panel * round_up(chunk_, 2) * kPanel;
+  }
+
+  // The scores of a tile's rows for the first `most` tokens of a chunk, whose keys may have been widened.
+  void score(const AttentionChunk& chunk, const Rows& own, int64_t most, bool is_wide, AttentionLead& lead, float* scores,
              char* scratch) const {
     Tile call{queries(own, scratch), query_bytes(), nullptr, c_.dim, own.count, nullptr, score_stride_, false, {}};
     const int64_t steps = tile_steps(c_.dtype, c_.dim);
     const PagePart* part = chunk.parts;
-    for (int64_t at = 0; at < most; at += part_, ++part) {
+    const float* wide = wide_keys(scratch);
+    const TileFn run = is_wide ? tile_.run_kept : tile_.run, run_half = is_wide ? tile_.run_kept_half : tile_.run_half;
+    for (int64_t at = 0; at < most; at += part_, ++part, wide += key_panels_ * c_.dim * kPanel) {
       const PackedWeight page = pages_.keys(part->page, own.head);
       const int64_t count = std::min(part_, most - at);
       for (int64_t done = 0; done < count; done += kPanel) {
-        call.panel = page.ready_part((part->offset + done) / kPanel, scratch + spare_at_, 0, c_.dim);
+        if (is_wide)
+          call.panel = wide + done * c_.dim;
+        else
+          call.panel = page.ready_part((part->offset + done) / kPanel, scratch + spare_at_, 0, c_.dim);
         call.c = scores + at + done;
         call.ahead = lead.bring(call.panel, steps);
-        (2 * (count - done) <= kPanel && tile_.run_half != nullptr ? tile_.run_half : tile_.run)(call);
+        (2 * (count - done) <= kPanel && run_half != nullptr ? run_half : run)(call);
       }
     }
   }
@@ -297,6 +339,19 @@ class Attention {
     }
   }
 
+  // The same where they have been widened.
+  void add_wide_values(const AttentionChunk& chunk, const Rows& own, int64_t most, AttentionLead& lead, const char* weights,
+                       char* scratch) const {
+    const int64_t k = round_up(most, 2);
+    Tile call{weights, weight_bytes(), nullptr, k, own.count, nullptr, padded_dim_, c_.window != 0 || chunk.first > 0, {}};
+    for (int64_t panel = 0, column = 0; column < c_.dim; ++panel, column += kPanel) {
+      call.panel = wide_values(panel, scratch);
+      call.c = sums(own, scratch) + column;
+      call.ahead = lead.bring(call.panel, k / 2);
+      tile_.run_kept(call);
+    }
+  }
+
   // A panel of the values of `count` of a chunk's tokens, from `at` on, copied from the pages where they lie.
   const void* block_of_values(const AttentionChunk& chunk, int64_t head, int64_t panel, int64_t at, int64_t count,
                               char* scratch) const {
@@ -333,6 +388,7 @@ class Attention {
   const Isa& isa_;
   const DType row_dtype_;
   const TileKernel& tile_;
+  const bool is_widened_;  // keys and values, for all of a block's tiles at once, where these are enough
   // A page may end within a block of the values' k. The tile does not cut its sums there, so that blocks are put together
   // first: a result does not depend on how pages cut them.
   const bool blocks_cross_pages_;
@@ -341,12 +397,13 @@ class Attention {
   const int64_t rows_per_step_;  // at most
   const int64_t chunk_, part_;  // tokens of a step of the softmax, and those of them that lie in one page
   const int64_t score_stride_, padded_dim_;
+  const int64_t key_panels_;  // of a part
   const int64_t element_, row_bytes_;  // a number of q and of the pages, and as many as a head has of them
   const int64_t query_token_bytes_, out_token_bytes_;  // from token to token in q and the result
   std::vector<AttentionBlock> blocks_;
   ShareBounds shares_;
   size_t queries_at_ = 0, sums_at_ = 0, maxima_at_ = 0, weight_sums_at_ = 0, scores_at_ = 0, weights_at_ = 0;
-  size_t spare_at_ = 0, block_at_ = 0, tiles_at_ = 0, runs_at_ = 0;
+  size_t spare_at_ = 0, block_at_ = 0, keys_at_ = 0, values_at_ = 0, tiles_at_ = 0, runs_at_ = 0;
 };
 
 }  // namespace

@@ -95,6 +95,7 @@ struct TileKernel {
   TwoPanelsFn run_two;  // null where a second panel takes a call of its own
   TileFn run_coded;   // takes coded panels as they lie, whole ones; null where they are decoded before
   TileFn run_kept;    // takes what another tile kept of a panel; null where tiles keep nothing. See Isa::row_dtype
+  TileFn run_kept_half;  // the same as run_half; null where there is none
   int max_rows;       // of a tile, at most kMaxRows
   int full_rows;      // rows are cut into tiles of so many, the last of up to max_rows; 0: into as few equal ones as there can be
   bool chained;       // see above
@@ -121,6 +122,8 @@ using ClampedMulFn = void (*)(const float* gate, const float* up, int rows, floa
 
 // int8 to bf16.
 using WidenFn = void (*)(const int8_t* from, int64_t count, uint16_t* to);
+// Steps of a panel of bf16 to what a tile keeps of it where rows are f32.
+using WidenPanelFn = void (*)(const void* panel, int64_t steps, float* to);
 // Blocks of a coded panel to numbers of bf16, with `base` the least exponent; see coded.h.
 using DecodeFn = void (*)(const void* blocks, int64_t count, uint32_t base, uint16_t* to);
 // Rows of kPanel f32, `c_stride` apart, times `scales`, column by column.
@@ -130,8 +133,8 @@ constexpr int kSoftmaxRoom = 15;  // numbers beyond those of the rows, for whole
 
 // The step of a softmax over blocks for some rows, at most kMaxRows. Of `width` scores (a multiple of kPanel) of row i
 // those in [first[i], valid[i]) count; their weights exp(scaling * (score - maximum)), zero for the others, go to `weights`
-// in the given number type; f32 weights may lie in the place of the scores. Rows of scores and weights are `stride` numbers
-// apart. maxima and weight_sums hold each row's maximum and sum of weights, minus infinity and 0 where there is nothing yet, with
+// in the given number type; f32 weights that are not coarse may lie in the place of the scores. Rows of scores and weights are
+// `stride` numbers apart. maxima and weight_sums hold each row's maximum and sum of weights, minus infinity and 0 where there is nothing yet, with
 // room for kSoftmaxRoom more, which keep what they hold; scaling is above 0. The maximum is the largest score so far, or one near
 // enough to it for the weights' number type. What was added up before, rows of `sums_stride` numbers, shrinks where it grows.
 struct SoftmaxRows {
@@ -148,6 +151,7 @@ struct SoftmaxRows {
   void* weights;
   float* sums;
   int64_t sums_stride;
+  bool coarse;  // weights may be off by 1.1e-4 of each: what is added up by them is rounded to bf16
 };
 using SoftmaxStepFn = void (*)(const SoftmaxRows& rows);
 
@@ -220,6 +224,7 @@ struct Isa {
   NormRowFn norm_row;
   RotateHeadFn rotate_head;
   WidenFn widen;
+  WidenPanelFn widen_panel;
   DecodeFn decode;
   ScaleColumnsFn scale_columns;
   ChooseFn choose;

@@ -5,6 +5,7 @@
 #define SGL_BATCH_ROWS 12
 #include "coded_tile_avx512.h"
 #include "gemm_vector.h"
+#include "softmax_avx512.h"
 
 namespace sgl_batch {
 namespace {
@@ -40,11 +41,23 @@ struct CodedWidened {
   }
 };
 
+// Weights of a softmax that meet widened values, whose sums are rounded to bf16.
+struct F32Weights {
+  using Number = float;
+  static constexpr bool kRoundsToZero = false;
+  static bool takes(const SoftmaxRows& r) { return r.dtype == DType::kF32 && r.coarse; }
+  static __m512 two(__m512 first, __m512 second, Number* to, __m512 sum) {
+    _mm512_storeu_ps(to, first);
+    _mm512_storeu_ps(to + kLanes, second);
+    return _mm512_add_ps(_mm512_add_ps(sum, first), second);
+  }
+};
+
 template <int M>
 struct TileCodedWidened : TileCoded<CodedWidened, M> {};
 
 }  // namespace
 
-constinit const Isa kAvx512 = isa_with("avx512", false, widening_kernel(by_rows<TileCodedWidened, kRows>));
+constinit const Isa kAvx512 = isa_with("avx512", false, widening_kernel(by_rows<TileCodedWidened, kRows>), coarse_softmax_step<F32Weights>);
 }  // namespace sgl_batch
 #endif

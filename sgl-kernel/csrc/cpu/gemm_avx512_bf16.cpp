@@ -9,7 +9,7 @@
 #define SGL_BATCH_TWO_TO_BF16(first, second) _mm512_cvtne2ps_pbh((__m512)(second), (__m512)(first))
 #include "coded_tile_avx512.h"
 #include "gemm_vector.h"
-#include "softmax_avx512_bf16.h"
+#include "softmax_avx512.h"
 
 namespace sgl_batch {
 namespace {
@@ -87,6 +87,18 @@ struct CodedPairs {
 
 template <int M>
 struct TileCodedPairs : TileCoded<CodedPairs, M> {};
+// Weights of a softmax as pairs.
+struct Bf16Weights {
+  using Number = uint16_t;
+  static constexpr bool kRoundsToZero = true;
+  static bool takes(const SoftmaxRows& r) { return r.dtype == DType::kBf16; }
+  static __m512 two(__m512 first, __m512 second, Number* to, __m512 sum) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
+    _mm512_storeu_si512(to, (__m512i)both);
+    return _mm512_dpbf16_ps(sum, both, (__m512bh)_mm512_set1_epi16(0x3f80));
+  }
+};
+
 template <int M>
 struct TileBf16Pairs : TilePairs<M, PairsBf16> {};
 template <int M>
@@ -100,6 +112,6 @@ constinit const Isa kAvx512Bf16 =
     isa_with("avx512_bf16", true,
              kernel_of(by_rows<TileBf16Pairs, kRows>, by_rows<TileI8Pairs, kRows>, by_rows<TileHalfPairs, kRows>,
                        by_rows<TileBf16Pairs, kRows>, by_rows<TileCodedPairs, kRows>, by_rows<TileBf16Pairs, kRows>),
-             softmax_step_bf16);
+             coarse_softmax_step<Bf16Weights>);
 }  // namespace sgl_batch
 #endif

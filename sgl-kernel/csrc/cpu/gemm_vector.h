@@ -195,6 +195,20 @@ template <int M>
 struct TileI8 : TileOfPairs<M, WeightsI8> {};
 template <int M>
 struct TileKept : TileOfPairs<M, WeightsKept> {};
+template <int M>
+struct TileHalfKept : TileOfPairs<M, WeightsKept, kPanel / 2> {};
+
+[[maybe_unused]] void widen_panel(const void* panel, int64_t steps, float* to) {
+  const char* b = static_cast<const char*>(panel);
+  for (int64_t step = 0; step < steps; ++step, b += kStepBytes, to += 2 * kPanel)
+#pragma GCC unroll 8
+    for (int column = 0; column < kPanel; column += kLanes) {
+      VecF even, odd;
+      WeightsBf16::load(b, column, even, odd);
+      store(to + column, even);
+      store(to + kPanel + column, odd);
+    }
+}
 
 // One compiled kernel for each number of rows.
 template <template <int> class Kernel, int M, typename... Others>
@@ -206,13 +220,14 @@ void by_rows(const Tile& tile, Others... others) {
 }
 
 constexpr TileKernel kernel_of(TileFn run, TileFn run_i8 = nullptr, TileFn run_half = nullptr, TwoPanelsFn run_two = nullptr,
-                               TileFn run_coded = nullptr, TileFn run_kept = nullptr) {
+                               TileFn run_coded = nullptr, TileFn run_kept = nullptr, TileFn run_kept_half = nullptr) {
   return {.run = run,
           .run_i8 = run_i8,
           .run_half = run_half,
           .run_two = run_two,
           .run_coded = run_coded,
           .run_kept = run_kept,
+          .run_kept_half = run_kept_half,
           .max_rows = kRows,
           .full_rows = 0,
           .chained = true,
@@ -224,7 +239,7 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8 = nullptr, TileFn run_h
 // Tiles whose rows are f32: weights are widened in registers.
 constexpr TileKernel widening_kernel(TileFn run_coded = nullptr) {
   return kernel_of(by_rows<TileBf16, kRows>, by_rows<TileI8, kRows>, by_rows<TileHalfBf16, kRows>, by_rows<TileBf16, kRows>,
-                   run_coded, by_rows<TileKept, kRows>);
+                   run_coded, by_rows<TileKept, kRows>, by_rows<TileHalfKept, kRows>);
 }
 
 // Everything but the tiles for pairs is the same for all instruction sets.
@@ -242,6 +257,7 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, const TileKernel& tile
       .norm_row = norm_row,
       .rotate_head = rotate_head,
       .widen = widen,
+      .widen_panel = widen_panel,
       .decode = decode_blocks,
       .scale_columns = scale_columns,
       .choose = choose,

@@ -11,6 +11,19 @@ namespace sgl_batch {
 namespace {
 
 #if defined(__x86_64__)
+// AVX512-BF16 whose weights are widened to meet rows of f32: its instructions round to bf16, and multiply nothing.
+const Isa& avx512_widened() {
+  static const Isa composed = [] {
+    Isa isa = kAvx512Bf16;
+    isa.name = "avx512_widened";
+    isa.bf16_pairs = kAvx512.bf16_pairs;
+    isa.tile_bf16 = kAvx512.tile_bf16;
+    isa.softmax_step = kAvx512.softmax_step;
+    return isa;
+  }();
+  return composed;
+}
+
 // AVX512-BF16 with a tile of its own for bf16 weights.
 const Isa& amx_bf16() {
   static const Isa composed = [] {
@@ -24,7 +37,7 @@ const Isa& amx_bf16() {
 #endif
 
 #if defined(__x86_64__)
-// Whether a core does two multiply-adds of f32 in the time of one dot product of bf16 pairs, so that a weight is best widened:
+// Whether a core does four multiply-adds of f32 in the time of one dot product of bf16 pairs, so that a weight is best widened:
 // Intel's cores with AMX, which leave bf16 to it, also where the system does not offer it. They are those with fp16.
 bool widening_pays() { return __builtin_cpu_is("intel") && __builtin_cpu_supports("avx512fp16"); }
 #endif
@@ -39,10 +52,11 @@ std::vector<const Isa*> runnable() {
   const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   static const bool amx_bf16_tiles = avx512_bf16 && tiles_are_usable();
   if (amx_bf16_tiles) found.push_back(&amx_bf16());
-  const bool widening_first = avx512 && widening_pays();
-  if (widening_first) found.push_back(&kAvx512);
-  if (avx512_bf16) found.push_back(&kAvx512Bf16);
-  if (avx512 && !widening_first) found.push_back(&kAvx512);
+  if (avx512_bf16) {
+    found.push_back(widening_pays() ? &avx512_widened() : &kAvx512Bf16);
+    found.push_back(widening_pays() ? &kAvx512Bf16 : &avx512_widened());
+  }
+  if (avx512) found.push_back(&kAvx512);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2);
 #endif
   found.push_back(&kPortable);

@@ -1,5 +1,5 @@
-// Owns the step of a softmax whose weights are rounded to bf16, for AVX512 with bf16 dot products. Rows whose scores it
-// cannot take as they come go to softmax_step of rows_vector.h.
+// Owns the step of a softmax whose weights need not be exact, for AVX512: they, or results by them, are rounded to bf16. Rows
+// whose scores it cannot take as they come go to softmax_step of rows_vector.h.
 #pragma once
 
 #include "rows_vector.h"
@@ -8,8 +8,14 @@ namespace sgl_batch {
 namespace {
 
 // Of a row's scores this step asks for no largest one, which would take a pass over them. A weight is relative to what the
-// row's maximum is already, in the first step to its first score. bf16 has the exponents of f32, so that weights relative to any
-// score near the largest one are as exact as those relative to it.
+// row's maximum is already, in the first step to its first score. Floating-point weights relative to any score near the largest
+// one are as exact as those relative to it, of bf16 too, which has the exponents of f32.
+//
+// The including file says what becomes of weights, as a type Put:
+//   Number: what they are stored as
+//   kRoundsToZero: whether numbers too small to be normal become 0 when they are stored
+//   takes(rows): whether these are its
+//   two(first, second, to, sum): stores two vectors and returns `sum` plus both as stored, by lane
 
 constexpr int kMantissaBits = 23, kExponentOfOne = 127;
 constexpr int kMantissa = (1 << kMantissaBits) - 1;
@@ -25,23 +31,22 @@ inline int64_t pairs_of(int64_t valid) { return (valid + kPair - 1) / kPair; }
 inline uint32_t seen_of_last(int64_t valid) { return ~0u >> (-valid & (kPair - 1)); }
 
 // Weights of rows of scores.
-class Bf16Weights {
+template <typename Put>
+class CoarseWeights {
  public:
-  explicit Bf16Weights(float factor)
+  explicit CoarseWeights(float factor)
       : factor_(_mm512_set1_ps(factor * kOnePower)), one_(_mm512_set1_ps(float{kExponentOfOne} * kOnePower)) {}
 
   // Those of one row relative to `reference`: of so many pairs of vectors, of which the last pair's first `seen` scores count.
-  // Returns `sum` plus theirs once they are rounded, by lane.
+  // Returns `sum` plus theirs as they are stored, by lane.
   template <int pairs>
-  [[gnu::always_inline]] __m512 put(const float* scores, float reference, uint32_t seen, uint16_t* to, __m512 sum) {
+  [[gnu::always_inline]] __m512 put(const float* scores, float reference, uint32_t seen, typename Put::Number* to, __m512 sum) {
     const __m512 offset = _mm512_fnmadd_ps(_mm512_set1_ps(reference), factor_, one_);
 #pragma GCC unroll 4
     for (int i = 0; i < pairs; ++i, scores += kPair, to += kPair) {
       const uint32_t here = i + 1 < pairs ? ~0u : seen;
       const __m512i first = power(scores, here, offset), second = power(scores + kLanes, here >> kLanes, offset);
-      const __m512bh both = _mm512_cvtne2ps_pbh(of_power(second), of_power(first));
-      sum = _mm512_dpbf16_ps(sum, both, (__m512bh)_mm512_set1_epi16(0x3f80));
-      _mm512_storeu_si512(to, (__m512i)both);
+      sum = Put::two(of_power(first), of_power(second), to, sum);
     }
     return sum;
   }
@@ -50,7 +55,7 @@ class Bf16Weights {
   bool are_right() const { return _mm512_cmpgt_epu32_mask(largest_, _mm512_set1_epi32(kLargestPower)) == 0; }
 
  private:
-  // Of a vector of scores; 0 for those that do not count, whose weight is then too small to be normal, and rounded to 0.
+  // Of a vector of scores; 0 for those that do not count, whose weight is then too small to be normal.
   __m512i power(const float* scores, uint32_t seen, __m512 offset) {
     const __m512 exact = _mm512_fmadd_ps(_mm512_loadu_ps(scores), factor_, offset);
     const __m512i power = _mm512_maskz_cvtps_epi32(static_cast<__mmask16>(seen), exact);
@@ -68,7 +73,8 @@ class Bf16Weights {
     p = _mm512_fmadd_ps(p, m, _mm512_set1_ps(0.477560818f));
     p = _mm512_fmadd_ps(p, m, _mm512_set1_ps(0.452639669f));
     // The polynomial's where the mantissa is.
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(mantissa, _mm512_castps_si512(p), power, 0xca));
+    const __mmask16 kept = Put::kRoundsToZero ? 0xffff : _mm512_cmpge_epu32_mask(power, _mm512_set1_epi32(kOnePower));
+    return _mm512_castsi512_ps(_mm512_maskz_ternarylogic_epi32(kept, mantissa, _mm512_castps_si512(p), power, 0xca));
   }
 
   const __m512 factor_, one_;
@@ -77,16 +83,16 @@ class Bf16Weights {
 
 // At most kLanes rows of so many pairs each, which all begin or none. Returns false, with nothing changed but weights, where
 // these are not right.
-template <int pairs>
+template <typename Put, int pairs>
 bool weigh_rows(const SoftmaxRows& r, bool begin) {
-  Bf16Weights weights(r.scaling * kLog2E);
+  CoarseWeights<Put> weights(r.scaling * kLog2E);
   const float* references = begin ? r.scores : r.maxima;
   const int64_t reference_stride = begin ? r.stride : 1;
   VecF sums[kLanes];
   for (int i = 0; i < r.rows; ++i) {
-    auto* to = static_cast<uint16_t*>(r.weights) + i * r.stride;
-    sums[i] = (VecF)weights.put<pairs>(r.scores + i * r.stride, references[i * reference_stride], seen_of_last(r.valid[i]), to,
-                                       _mm512_setzero_ps());
+    auto* to = static_cast<typename Put::Number*>(r.weights) + i * r.stride;
+    sums[i] = (VecF)weights.template put<pairs>(r.scores + i * r.stride, references[i * reference_stride],
+                                                seen_of_last(r.valid[i]), to, _mm512_setzero_ps());
   }
   if (!weights.are_right()) return false;
   for (int i = r.rows; i < kLanes; ++i) sums[i] = VecF{};
@@ -97,26 +103,28 @@ bool weigh_rows(const SoftmaxRows& r, bool begin) {
 }
 
 // One row, of any number of pairs, likewise and with the same bits.
-inline bool weigh_row(const SoftmaxRows& r, bool begin) {
-  Bf16Weights weights(r.scaling * kLog2E);
+template <typename Put>
+bool weigh_row(const SoftmaxRows& r, bool begin) {
+  CoarseWeights<Put> weights(r.scaling * kLog2E);
   const float reference = begin ? r.scores[0] : r.maxima[0];
   const int64_t valid = r.valid[0];
   __m512 sum = _mm512_setzero_ps();
   for (int64_t i = 0; i < valid; i += kPair)
-    sum = weights.put<1>(r.scores + i, reference, i + kPair < valid ? ~0u : seen_of_last(valid),
-                         static_cast<uint16_t*>(r.weights) + i, sum);
+    sum = weights.template put<1>(r.scores + i, reference, i + kPair < valid ? ~0u : seen_of_last(valid),
+                                  static_cast<typename Put::Number*>(r.weights) + i, sum);
   if (!weights.are_right()) return false;
   r.maxima[0] = reference;
   r.weight_sums[0] += join_sum((VecF)sum);
   return true;
 }
 
-inline bool weigh_together(const SoftmaxRows& r, int64_t pairs, bool begin) {
+template <typename Put>
+bool weigh_together(const SoftmaxRows& r, int64_t pairs, bool begin) {
   switch (pairs) {
-    case 1: return weigh_rows<1>(r, begin);
-    case 2: return weigh_rows<2>(r, begin);
-    case 3: return weigh_rows<3>(r, begin);
-    case 4: return weigh_rows<4>(r, begin);
+    case 1: return weigh_rows<Put, 1>(r, begin);
+    case 2: return weigh_rows<Put, 2>(r, begin);
+    case 3: return weigh_rows<Put, 3>(r, begin);
+    case 4: return weigh_rows<Put, 4>(r, begin);
     default: return false;
   }
 }
@@ -143,8 +151,9 @@ inline int count_alike(const SoftmaxRows& r) {
 }
 
 // See SoftmaxRows. Rows that follow one another are taken together where they are alike.
-[[maybe_unused]] void softmax_step_bf16(const SoftmaxRows& r) {
-  if (r.dtype != DType::kBf16) return softmax_step(r);
+template <typename Put>
+void coarse_softmax_step(const SoftmaxRows& r) {
+  if (!Put::takes(r)) return softmax_step(r);
   for (SoftmaxRows left = r; left.rows > 0;) {
     const SoftmaxRows some = rows_of(left, 0, count_alike(left));
     left = rows_of(left, some.rows, left.rows - some.rows);
@@ -152,14 +161,15 @@ inline int count_alike(const SoftmaxRows& r) {
     const bool is_whole = some.first[0] <= 0 && pairs > 0;
     const uint32_t all = (1u << some.rows) - 1;
     const uint32_t begin = _mm512_cmpeq_ps_mask(_mm512_loadu_ps(some.weight_sums), _mm512_setzero_ps()) & all;
-    const bool is_done = is_whole && (begin == 0 || begin == all) && weigh_together(some, pairs, begin != 0);
+    const bool is_done = is_whole && (begin == 0 || begin == all) && weigh_together<Put>(some, pairs, begin != 0);
     for (int i = 0; i < some.rows && !is_done; ++i) {
       const SoftmaxRows one = rows_of(some, i, 1);
-      if (!is_whole || !weigh_row(one, (begin >> i & 1) != 0)) softmax_step(one);
+      if (!is_whole || !weigh_row<Put>(one, (begin >> i & 1) != 0)) softmax_step(one);
     }
     for (int64_t at = pairs * kPair; at < some.width; at += kPair)
       for (int i = 0; i < some.rows; ++i)
-        _mm512_storeu_si512(static_cast<uint16_t*>(some.weights) + i * some.stride + at, _mm512_setzero_si512());
+        Put::two(_mm512_setzero_ps(), _mm512_setzero_ps(), static_cast<typename Put::Number*>(some.weights) + i * some.stride + at,
+                 _mm512_setzero_ps());
   }
 }
 
