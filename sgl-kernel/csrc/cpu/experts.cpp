@@ -20,7 +20,7 @@ class Experts {
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.w_dtype)),
         tile_(isa_.tile(call.w_dtype)),
-        block_rows_(rows_per_block(tile_, call.hidden * static_cast<int64_t>(size_of(row_dtype_)), call.w13_marks != nullptr)),
+        block_rows_(rows_per_block(tile_, call.hidden, call.w13_marks != nullptr)),
         plan_(call, cut()),
         rows_(plan_.routing().rows.data()) {
     for (const Block& block : plan_.blocks())

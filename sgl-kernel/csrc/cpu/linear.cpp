@@ -19,11 +19,12 @@ class Linear {
         tile_(isa_.tile(c_.w.dtype)),
         element_(static_cast<int64_t>(size_of(c_.x_dtype))),
         row_bytes_(c_.w.k * static_cast<int64_t>(size_of(row_dtype_))),
-        blocks_(divide_up(c_.rows, rows_per_block(tile_, row_bytes_))),
+        blocks_(divide_up(c_.rows, rows_per_block(tile_, c_.w.k))),
         crowded_(!tile_.row_blocks && c_.rows > tile_.max_rows && row_stride(c_.x_row * element_) != c_.x_row * element_),
-        in_place_(row_dtype_ == c_.x_dtype && !(crowded_ && blocks_ == 1)),
+        converts_(row_dtype_ != c_.x_dtype && blocks_ >= kTasksPerThread * num_threads()),
+        in_place_(converts_ || (row_dtype_ == c_.x_dtype && !(crowded_ && blocks_ == 1))),
         stride_(in_place_ ? c_.x_row * element_ : row_stride(row_bytes_)),
-        spread_(in_place_ && blocks_ > 1 && (tile_.row_blocks || crowded_)),
+        spread_(in_place_ && blocks_ > 1 && (tile_.row_blocks || crowded_ || converts_)),
         chunks_(divide_up(c_.w.panels(), panels_per_task())) {}
 
   void run() {
@@ -126,15 +127,15 @@ class Linear {
     }
   }
 
-  // The rows by blocks of k, or only further apart.
+  // The rows by blocks of k, as weights meet them, or only further apart.
   const char* spread(int64_t head, const Tiles& tiles, const RowLayout& layout, char* to) const {
     for (int64_t row = 0; row < tiles.rows; ++row) {
-      if (row + 1 < tiles.rows) fetch(given(head, tiles.begin + row + 1), static_cast<size_t>(row_bytes_));
+      if (row + 1 < tiles.rows) fetch(given(head, tiles.begin + row + 1), static_cast<size_t>(c_.w.k * element_));
       const char* from = given(head, tiles.begin + row);
       if (tile_.row_blocks)
         spread_row(to + layout.at(row, 0), layout.block, from, c_.w.k);
       else
-        std::memcpy(to + layout.at(row, 0), from, static_cast<size_t>(row_bytes_));
+        convert_row(to + layout.at(row, 0), row_dtype_, from, c_.x_dtype, c_.w.k);
     }
     return to;
   }
@@ -156,9 +157,10 @@ class Linear {
   const TileKernel& tile_;
   const int64_t element_, row_bytes_, blocks_;
   const bool crowded_;   // rows lie so that a tile's would share a place in the caches
+  const bool converts_;  // each task converts its rows: there are blocks enough for tasks of whole ones
   const bool in_place_;  // rows are not converted before: they meet weights as given, or each task copies them
   const int64_t stride_;  // from row to row, as given or converted
-  const bool spread_;    // each task copies its rows, by blocks of k or further apart
+  const bool spread_;    // each task copies its rows, by blocks of k, further apart or in another number type
   const int64_t chunks_;
   size_t spare_at_ = 0, spread_at_ = 0, results_at_ = 0;
   char* converted_ = nullptr;

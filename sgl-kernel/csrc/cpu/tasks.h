@@ -28,14 +28,14 @@ inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes) {
 // is long, the core brings the lines between by itself, and has not requests enough under way for more.
 constexpr int64_t kFewRows = 4;
 
-// How many rows of `row_bytes` share one pass over a panel. Kernels that take rows by blocks need the fewest bytes of a panel for
+// How many rows of k numbers share one pass over a panel. Kernels that take rows by blocks need the fewest bytes of a panel for
 // a product, and a coded panel is decoded once for all of them, so that more rows pay.
-inline int64_t rows_per_block(const TileKernel& kernel, int64_t row_bytes, bool coded = false) {
+inline int64_t rows_per_block(const TileKernel& kernel, int64_t k, bool coded = false) {
   const int64_t tile = kernel.usual_rows(), usual = kTilesPerBlock * tile;
   if (!kernel.row_blocks && !coded) return usual;
-  constexpr int64_t kBytes = 512 << 10;  // beside the next block's rows and the sums in the L2 cache
+  constexpr int64_t kNumbers = 256 << 10;  // of bf16 beside the next block's rows and the sums in the L2 cache
   const auto [least, most] = kernel.row_blocks ? std::pair(usual / 2, 2 * usual) : std::pair(usual, 3 * usual);
-  return std::clamp<int64_t>(kBytes / row_bytes / tile * tile, least, most);
+  return std::clamp<int64_t>(kNumbers / k / tile * tile, least, most);
 }
 
 // How rows lie: from one row to the next, and from kBlockK numbers of a row to the next ones.

@@ -18,6 +18,7 @@
 #include "coded.h"
 #include "gemm.h"
 #include "guarded_memory.h"
+#include "packing.h"
 
 namespace sgl_batch {
 
@@ -55,6 +56,15 @@ constinit const Isa kAvx512Bf16{
     .decode = decode_plainly,
     .scale_columns = nullptr,
 };
+
+const Isa& isa() {
+  static const Isa composed = [] {
+    Isa isa = kAvx512Bf16;
+    isa.tile_bf16 = kAmxBf16Tile;
+    return isa;
+  }();
+  return composed;
+}
 
 }  // namespace sgl_batch
 
@@ -250,6 +260,31 @@ void check_coded(int64_t k) {
   }
 }
 
+// As the drivers go through the tiles of a panel, coded or not.
+void check_tiles_of_a_panel(int64_t k) {
+  const Case given(k, 6, false);
+  const auto plain = reinterpret_cast<const uint16_t*>(given.panel.data());
+  std::vector<uint16_t> panel(plain, plain + k * kPanel), scratch(panel.size());
+  const uint8_t mark = code_panel(panel.data(), k, scratch.data());
+  expect(mark != 0, "a panel of normal numbers is coded");
+  for (const bool is_coded : {false, true})
+    for (int64_t tiles = 1; tiles <= 6; ++tiles) {
+      const PackedWeight weight{is_coded ? panel.data() : plain, DType::kBf16, nullptr, kPanel, k, is_coded ? &mark : nullptr};
+      std::vector<char> spare(weight.spare_bytes(isa()));
+      ReadyPanel ready = weight.ready(0, isa(), spare.data(), tiles);
+      bool own = true;
+      for (int tile = 0; tile < tiles; ++tile) {
+        const int first = 5 * tile, m = 7;
+        std::vector<float> found(m * kPanel);
+        ready.multiply({given.a.data() + first * given.stride, given.stride, ready.data, k, m, found.data(), kPanel, false,
+                        {panel.data(), 5}});
+        const auto expected = multiply(given, first, m);
+        for (int row = 0; row < m; ++row) own = own && same(&expected[row * kCStride], &found[row * kPanel]);
+      }
+      expect(own, (is_coded ? "a coded panel for " : "a panel for ") + std::to_string(tiles) + " tiles");
+    }
+}
+
 // The sum of even k 2^24 - 2^24 and of odd k 1 + 1: apart, they make 2; one after the other, 1.
 float in_order() {
   const Case given(4, 0, false);
@@ -346,6 +381,7 @@ int main(int argc, char** argv) {
     check_int8(k);
   }
   for (const int64_t k : {4, 28, 32, 36, 64, 132}) check_coded(k);
+  for (const int64_t k : {64, 512}) check_tiles_of_a_panel(k);
   for (const int64_t k : {34, 96, 130})
     for (const bool add : {false, true}) check_blocks(Case(k, 6, add));
   check_configuration();

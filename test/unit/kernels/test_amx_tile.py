@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is p
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("amx"), "amx_tile_checks", EMULATION, KERNELS / "gemm_amx_bf16.cpp")
+    sources = [KERNELS / f"{name}.cpp" for name in ("gemm_amx_bf16", "packing", "coded", "rows")]
+    return compiled(tmp_path_factory.mktemp("amx"), "amx_tile_checks", EMULATION, *sources)
 
 
 def test_a_tile_is_exact_alone_and_with_other_rows_and_stays_within_its_memory(checks):
