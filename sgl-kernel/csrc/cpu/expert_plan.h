@@ -17,10 +17,13 @@ namespace sgl_batch {
 constexpr int64_t kDownPanelsPerTask = 2;
 constexpr int64_t kMostDownPanelsPerTask = 4;
 
+// Routed rows of a group for each MiB of the second cache.
+constexpr int64_t kGroupRowsPerMiB = 4096;
+
 // How large the parts are that work is cut into.
 struct ExpertCut {
   int64_t rows_per_block;  // of one expert
-  int64_t rows_per_group = 4096;  // routed rows of a group: its tokens' open sums stay in the L2 cache
+  int64_t rows_per_group;  // routed rows of a group: its tokens' open sums stay in the L2 cache
   int64_t down_panels = kDownPanelsPerTask;
 };
 

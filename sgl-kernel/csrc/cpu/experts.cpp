@@ -47,7 +47,7 @@ class Experts {
 
  private:
   ExpertCut cut() const {
-    if (!tile_.row_blocks) return {.rows_per_block = block_rows_};
+    if (!tile_.row_blocks) return {.rows_per_block = block_rows_, .rows_per_group = kGroupRowsPerMiB * second_cache_mib()};
     return {.rows_per_block = block_rows_, .rows_per_group = 16384, .down_panels = kMostDownPanelsPerTask};
   }
 

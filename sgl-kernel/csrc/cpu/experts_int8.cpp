@@ -22,7 +22,7 @@ class Int8Experts {
         isa_(isa()),
         kernel_(int8_kernel()),
         most_rows_(kTilesPerBlock * kernel_.max_rows),
-        plan_(call, {.rows_per_block = most_rows_}),
+        plan_(call, {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsPerMiB}),
         rows_(plan_.routing().rows.data()) {}
 
   void run() {

@@ -1,6 +1,8 @@
 // Owns how large tasks are.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <utility>
@@ -17,6 +19,16 @@ constexpr int64_t kPanelBytesPerTask = 256 << 10;  // with a block of rows they 
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+
+// Of a core, at least 1, also where the system does not tell; no more than tasks were measured with.
+inline int64_t second_cache_mib() {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+  static const int64_t mib = std::clamp<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE) >> 20, 1, 2);
+  return mib;
+#else
+  return 1;
+#endif
+}
 
 // How many panels of one weight a task goes through, of `panels` for all tasks together.
 inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes) {
