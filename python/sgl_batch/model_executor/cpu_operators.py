@@ -50,7 +50,7 @@ from sgl_batch.weights.expert_slots import ExpertSlots
 from sgl_batch.weights.streamed_weights import stream_experts
 from sgl_batch.weights.weight_streamer import WeightStreamer
 
-_CODED_ISAS = ("amx_bf16", "avx512_bf16", "avx512_widened", "avx512")
+_CODED_ISAS = ("amx_bf16", "avx512_bf16")
 """Instruction sets whose tiles decode weights as they multiply, so that codes make decode faster and nothing slower."""
 
 _LOGPROB_BYTES = 80 << 20
