@@ -226,7 +226,7 @@ def bound_text(work: LeastWork, measured: Sequence[Mapping[str, Any]], walls: Ma
     )
     return (
         f"The bound: {work.flop / 1e12:.1f} TFLOP of products take {products_s:.1f} s at "
-        f"{_scaled(flops, 1e12).text(2)} TFLOP/s, the quickest of three ways of a large product in bfloat16. A step of "
+        f"{_scaled(flops, 1e12).text(2)} TFLOP/s, the quickest of four ways of a large product in bfloat16. A step of "
         f"decode whose reads of weights and KV take longer, at {_scaled(reads, 1e9).text(1)} GB/s that large reads "
         f"keep up for {_SPEC['kept_up_s']:g} s (a single read at best: {_scaled(best_reads, 1e9).text(1)}), is bound "
         f"by these: {least_s:.1f} s; {in_turn_s:.1f} s where a step's attention, experts, other layers and output "

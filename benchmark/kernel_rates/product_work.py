@@ -35,10 +35,12 @@ def ceilings(kernels: Any) -> Iterator[Work]:
     x, weight = torch.randn(_SIDE, _SIDE).bfloat16(), torch.randn(_SIDE, _SIDE).bfloat16()
     ours, theirs = weight.clone(), torch.ops.mkldnn._reorder_linear_weight(weight, _SIDE)
     kernels.pack_(ours[None])
+    wide, wide_weight = x.float(), weight.float()
     ways: dict[str, Callable[[], object]] = {
         "sgl_batch": lambda: kernels.linear(x, ours),
         "oneDNN, packed": lambda: torch.ops.mkldnn._linear_pointwise(x, theirs, None, "none", [], ""),
         "torch, F.linear": lambda: F.linear(x, weight),
+        "torch, F.linear of float32": lambda: F.linear(wide, wide_weight),
     }
     for by, run in ways.items():
         row = f"bf16 product of {_SIDE} x {_SIDE} x {_SIDE}"

@@ -37,15 +37,19 @@ def _new_memory_rate(num_bytes: int, threads: int) -> float:
 
 
 def _product_rates(width: int, times: int) -> dict[str, float]:
-    """Return the FLOP a second of a square product in bfloat16 by three ways, the quickest time of each.
+    """Return the FLOP a second of a square product of bfloat16 numbers by four ways, the quickest time of each.
 
-    The ways: torch's product of plain matrices, oneDNN's with a matrix that it has packed, and ours. A ceiling, not
-    what is usual. A way that this CPU or environment lacks is left out.
+    The ways: torch's product of plain matrices, also of ones widened to float32, oneDNN's with a matrix that it has
+    packed, and ours. A ceiling, not what is usual. A way that this CPU or environment lacks is left out.
     """
     import torch
 
     left, right = (torch.randn(width, width).bfloat16() for _ in range(2))
-    ways: dict[str, Callable[[], object]] = {"torch": lambda: torch.mm(left, right)}
+    wide_left, wide_right = left.float(), right.float()
+    ways: dict[str, Callable[[], object]] = {
+        "torch": lambda: torch.mm(left, right),
+        "torch, widened": lambda: torch.mm(wide_left, wide_right),
+    }
     with suppress(AttributeError, RuntimeError):
         theirs = torch.ops.mkldnn._reorder_linear_weight(right, width)
         ways["oneDNN, packed"] = lambda: torch.ops.mkldnn._linear_pointwise(left, theirs, None, "none", [], "")

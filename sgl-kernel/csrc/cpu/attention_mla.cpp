@@ -19,8 +19,8 @@ const MlaKernels& kernels() {
 #if defined(__x86_64__)
   const std::string_view name = isa().name;
   if (name == kAvx2.name) return kMlaAvx2;
-  if (name == kAvx512.name) return kMlaAvx512;
-  if (name != kPortable.name) return kMlaAvx512Bf16;  // whatever is above it has its instructions
+  if (name == kAvx512Bf16.name) return kMlaAvx512Bf16;
+  if (name != kPortable.name) return kMlaAvx512;  // what has AMX, or would have it, multiplies f32 faster than pairs
 #endif
   return kMlaPortable;
 }

@@ -15,6 +15,7 @@ import sgl_batch_kernel.expert_loader
 
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import expert_loader_kernels, native_kernels
+from sgl_batch.processor import read_processor
 
 CASES = Path(__file__).with_name("kernel_cases.py")
 
@@ -35,6 +36,17 @@ def test_every_kernel_agrees_with_float64_on_each_instruction_set(isa):
     assert report["isa"] == isa
     assert report["checked"] > 100
     assert report["failures"] == []
+
+
+def test_weights_are_widened_where_that_multiplies_faster_than_pairs_of_bf16():
+    flags, vendor = read_processor().flags, Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    of_bf16 = [isa for isa in sgl_batch_kernel.runnable_isas() if isa in ("avx512_bf16", "avx512_widened")]
+    if "avx512_bf16" not in flags:
+        assert of_bf16 == []
+    elif "GenuineIntel" in vendor and "avx512_fp16" in flags:
+        assert of_bf16 == ["avx512_widened", "avx512_bf16"]
+    else:
+        assert of_bf16 == ["avx512_bf16", "avx512_widened"]
 
 
 def test_kernels_of_another_interface_are_not_used_and_a_warning_says_so(monkeypatch, caplog):
