@@ -134,9 +134,10 @@ constexpr int kSoftmaxRoom = 15;  // numbers beyond those of the rows, for whole
 // The step of a softmax over blocks for some rows, at most kMaxRows. Of `width` scores (a multiple of kPanel) of row i
 // those in [first[i], valid[i]) count; their weights exp(scaling * (score - maximum)), zero for the others, go to `weights`
 // in the given number type; f32 weights that are not coarse may lie in the place of the scores. Rows of scores and weights are
-// `stride` numbers apart. maxima and weight_sums hold each row's maximum and sum of weights, minus infinity and 0 where there is nothing yet, with
-// room for kSoftmaxRoom more, which keep what they hold; scaling is above 0. The maximum is the largest score so far, or one near
-// enough to it for the weights' number type. What was added up before, rows of `sums_stride` numbers, shrinks where it grows.
+// `stride` numbers apart. maxima and weight_sums hold each row's maximum and sum of weights, minus infinity and 0 where there is
+// nothing yet, with room for kSoftmaxRoom more, which keep what they hold; scaling is above 0. The maximum is the largest score so
+// far, or one near enough to it for floating-point weights. What was added up before, rows of `sums_stride` numbers, shrinks where
+// it grows.
 struct SoftmaxRows {
   int rows;
   float* scores;

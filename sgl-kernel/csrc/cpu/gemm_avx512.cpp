@@ -58,6 +58,7 @@ struct TileCodedWidened : TileCoded<CodedWidened, M> {};
 
 }  // namespace
 
-constinit const Isa kAvx512 = isa_with("avx512", false, widening_kernel(by_rows<TileCodedWidened, kRows>), coarse_softmax_step<F32Weights>);
+constinit const Isa kAvx512 =
+    isa_with("avx512", false, widening_kernel(by_rows<TileCodedWidened, kRows>), coarse_softmax_step<F32Weights>);
 }  // namespace sgl_batch
 #endif

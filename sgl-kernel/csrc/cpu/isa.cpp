@@ -34,9 +34,7 @@ const Isa& amx_bf16() {
   }();
   return composed;
 }
-#endif
 
-#if defined(__x86_64__)
 // Whether a core does four multiply-adds of f32 in the time of one dot product of bf16 pairs, so that a weight is best widened:
 // Intel's cores with AMX, which leave bf16 to it, also where the system does not offer it. They are those with fp16.
 bool widening_pays() { return __builtin_cpu_is("intel") && __builtin_cpu_supports("avx512fp16"); }

@@ -20,7 +20,7 @@ constexpr int64_t kPanelBytesPerTask = 256 << 10;  // with a block of rows they 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
-// Of a core, at least 1, also where the system does not tell; no more than tasks were measured with.
+// How large a core's second cache is, 1 or 2: no more than tasks were measured with, and no less where the system does not tell.
 inline int64_t second_cache_mib() {
 #ifdef _SC_LEVEL2_CACHE_SIZE
   static const int64_t mib = std::clamp<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE) >> 20, 1, 2);
