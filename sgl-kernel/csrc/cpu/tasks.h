@@ -36,9 +36,18 @@ inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes) {
   return std::clamp<int64_t>(panels / (kPanelTasksPerThread * num_threads()), 1, most);
 }
 
-// So few rows take less time than their panel takes from memory. Then a tile asks for every other line alone: of a panel, which
-// is long, the core brings the lines between by itself, and has not requests enough under way for more.
+// So few rows take less time than their panel takes from memory. Then a tile on AMD's cores asks for every other line alone: of a
+// panel, which is long, they bring the lines between by themselves, and have not requests enough under way for more. Intel's do
+// not bring them in time.
 constexpr int64_t kFewRows = 4;
+inline bool core_brings_lines_between() {
+#if defined(__x86_64__)
+  static const bool amd = __builtin_cpu_is("amd") != 0;
+  return amd;
+#else
+  return false;
+#endif
+}
 
 // How many rows of k numbers share one pass over a panel. Kernels that take rows by blocks need the fewest bytes of a panel for
 // a product, and a coded panel is decoded once for all of them, so that more rows pay.
@@ -92,7 +101,8 @@ struct Tiles {
   Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps, int64_t first = 0) const {
     const int64_t step = divide_up(bytes, steps * count);
     const char* share = static_cast<const char*>(from) + (tile * steps + first) * step;
-    if (rows <= kFewRows && full_rows == 0 && step == 2 * kLineBytes) return {share, step, share, step};
+    const bool alternate = rows <= kFewRows && full_rows == 0 && step == 2 * kLineBytes && core_brings_lines_between();
+    if (alternate) return {share, step, share, step};
     return {share, step};
   }
 
