@@ -42,8 +42,7 @@ inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes) {
 constexpr int64_t kFewRows = 4;
 inline bool core_brings_lines_between() {
 #if defined(__x86_64__)
-  static const bool amd = __builtin_cpu_is("amd") != 0;
-  return amd;
+  return __builtin_cpu_is("amd");
 #else
   return false;
 #endif
