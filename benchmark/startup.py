@@ -9,6 +9,10 @@ A warm start has the checkpoint's files in the page cache, and a cold one nothin
 Before each round of cold starts the same files are read without an engine, past the page cache and through it, and new
 memory is taken. The load rate is that of the phase in which the model is made and its weights are read, by the log of
 --log-startup.
+
+A virtual machine may give free memory back to its host seconds after it was used, and gets it again slowly; then new
+memory is what a cold start waits for. With --hold-memory so much is held, and freed as a program takes memory: it then
+starts as on a machine that keeps its memory. New memory is then measured that way too.
 """
 
 from __future__ import annotations
@@ -21,12 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from comparison import machine, reading
 from comparison.child import TreeUsage
 from comparison.figures import Spread, spread
+from comparison.held_memory import HeldMemory
 
 from sgl_batch.checkpoint.read_ahead import weight_files
 
@@ -38,6 +45,8 @@ READY, FIRST_TOKEN = "ready", "first token"
 _COMMAND_MARKS = {"0/1 lines": READY, "1/1 lines": FIRST_TOKEN}
 _SAMPLE_S = 0.05
 _MEMORY_BYTES = 2 << 30
+# Virtual machines give memory back within this time.
+_SETTLE_S = 12.0
 _PIPE_BYTES = 1 << 16
 _LOADED = re.compile(r"([\d.]+) s +[^\d ].*? model made, weights read, ([\d.]+) GB")
 _LINE = {
@@ -121,15 +130,29 @@ def command_of(program: str, model: Path, scratch: Path, number: int) -> list[st
     return [*command, "--model", str(model), "--served-model-name", "tiny", "--progress", "plain", "--log-startup"]
 
 
-def bounds_of(files: list[Path]) -> Bounds:
+def bounds_of(files: list[Path], held_bytes: int) -> Bounds:
     """Measure what bounds a cold start. It leaves the page cache empty."""
     reading.drop_caches()
     direct = reading.direct_rate(files)
     cached = reading.cached_rate(files)
-    reading.drop_caches()
-    memory = reading.memory_rate(_MEMORY_BYTES)
-    reading.drop_caches()
+    with settled(held_bytes):
+        memory = reading.memory_rate(_MEMORY_BYTES)
     return Bounds(direct=direct, cached=cached, memory=memory)
+
+
+@contextmanager
+def settled(held_bytes: int) -> Iterator[None]:
+    """Inside, the page cache is empty, and free memory is what it is on a machine that has been idle.
+
+    `held_bytes`: if any, of the memory that programs get as if it had just been in use.
+    """
+    reading.drop_caches()
+    if held_bytes:
+        with HeldMemory(held_bytes):
+            yield
+    else:
+        time.sleep(_SETTLE_S)
+        yield
 
 
 def table(starts: dict[str, list[Start]]) -> str:
@@ -161,7 +184,7 @@ def load_table(starts: dict[str, list[Start]], bounds: list[Bounds]) -> str:
         if found is None:
             continue
         lines.append(f"| weights of {program} | {found.text(2)} |")
-        for name, limit in list(limits.items())[:2]:
+        for name, limit in limits.items():
             share = spread(100 * rate / bound for rate, bound in zip(rates, limit, strict=False))
             if share is not None:
                 lines.append(f"| of the {name} | {share.text(0)} % |")
@@ -179,13 +202,12 @@ def run_rounds(caches: str, options: argparse.Namespace, files: list[Path]) -> N
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(options.rounds):
             if caches == COLD:
-                bounds.append(bounds_of(files))
+                bounds.append(bounds_of(files, options.hold_memory << 30))
             for program, own in starts.items():
-                if caches == COLD:
-                    reading.drop_caches()
-                else:
+                if caches == WARM:
                     reading.cached_rate(files)
-                start = measure(command_of(program, options.model, Path(scratch), number))
+                with settled(options.hold_memory << 30) if caches == COLD else nullcontext():
+                    start = measure(command_of(program, options.model, Path(scratch), number))
                 own.append(start)
                 marks = ", ".join(f"{mark} {seconds:.1f} s" for mark, seconds in start.marks_s.items())
                 print(f"round {number + 1}, {caches}: {program}: {marks}, end {start.end_s:.1f} s", flush=True)
@@ -198,6 +220,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "test" / "models" / "tiny-qwen3-moe")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--caches", nargs="+", choices=(WARM, COLD), default=[WARM])
+    parser.add_argument("--hold-memory", type=int, default=0, metavar="GIB", help="for cold starts (default: none)")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     files = weight_files(options.model)

@@ -6,9 +6,10 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from sgl_batch.cli.doctor.disk_rate import disk_rate
+from sgl_batch.weights.disk_rate import disk_rate
 
 _DROP = Path("/proc/sys/vm/drop_caches")
 _PIECE_BYTES = 8 << 20
@@ -43,15 +44,22 @@ def cached_rate(files: Sequence[Path]) -> float:
 
 
 def memory_rate(num_bytes: int) -> float:
-    """Return the bytes per second at which one thread gets new memory in huge pages from the kernel.
+    """Return the bytes per second at which a thread on each core gets new memory in huge pages from the kernel.
 
     A virtual machine may have given free memory back to its host: then the host has to find it again, page by page.
     """
+    threads = len(os.sched_getaffinity(0))
     with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
+        pages = range(0, num_bytes, _PAGE_BYTES)
+
+        def touch(first: int) -> None:
+            for offset in pages[first::threads]:
+                memory[offset] = 1
+
         began = time.monotonic()
-        for offset in range(0, num_bytes, _PAGE_BYTES):
-            memory[offset] = 1
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(touch, range(threads)))
         return num_bytes / (time.monotonic() - began)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from comparison.child import is_installed, run_child, this_python
 
 from large_model.confined import memory_limit
-from sgl_batch.cli.doctor.disk_rate import disk_rate
 from sgl_batch.errors import ConfigError
+from sgl_batch.weights.disk_rate import disk_rate
 
 ENGINES = ("sgl_batch", "mapped", "accelerate")
 _HUGGING_FACE_BYTES = 9 << 28

@@ -51,11 +51,19 @@ def read_piece(descriptor: int, offset: int, num_bytes: int) -> None:
 class ReadAhead:
     """Reads files, one after the other, at most `most_bytes` of them, in a thread of its own while it is entered.
 
-    Reading ahead is never needed: a file that cannot be read ends it, and the loader reports what is wrong.
+    Reading ahead is never needed: a file that cannot be read ends it, and the loader reports what is wrong. `to_read`,
+    called in that thread, returns those of the files that are worth it.
     """
 
-    def __init__(self, files: Sequence[Path], most_bytes: int, read: ReadPiece = read_piece) -> None:
-        self._files, self._left, self._read = files, most_bytes, read
+    def __init__(
+        self,
+        files: Sequence[Path],
+        most_bytes: int,
+        read: ReadPiece = read_piece,
+        *,
+        to_read: Callable[[Sequence[Path]], Sequence[Path]] = list,
+    ) -> None:
+        self._files, self._left, self._read, self._to_read = files, most_bytes, read, to_read
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self.run, name="read ahead", daemon=True)
 
@@ -77,7 +85,7 @@ class ReadAhead:
     def run(self) -> None:
         """Read until all is read, or the limit, or a stop."""
         try:
-            for file in self._files:
+            for file in self._to_read(self._files):
                 self._read_file(file)
         except OSError as error:
             logger.debug("weights are not read ahead: %s", error)

@@ -89,6 +89,7 @@ def _check_early(argv: Sequence[str]) -> ReadAhead:
     for flag in ("--tokenizer-path", "--load-format", "--revision", "--json-model-override-args"):
         parser.add_argument(flag)
     parser.add_argument("--model-path", "--model", dest="model")
+    parser.add_argument("--dp-size", "--data-parallel-size", type=int, default=1)
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     args = parser.parse_known_args(list(argv))[0]
     config = config_flags.from_args(args)
@@ -107,7 +108,11 @@ def _check_early(argv: Sequence[str]) -> ReadAhead:
     )
     check_any_device(source)
     return weights_ahead(
-        args.model, revision=args.revision, load_format=args.load_format, weights=config.memory.weights
+        args.model,
+        revision=args.revision,
+        load_format=args.load_format,
+        weights=config.memory.weights,
+        num_ranks=args.dp_size,
     )
 
 

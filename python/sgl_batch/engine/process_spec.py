@@ -176,6 +176,7 @@ class ProcessSpec:
             revision=server_args.revision,
             load_format=server_args.load_format,
             weights=self.config.memory.weights,
+            num_ranks=server_args.dp_size,
         )
 
     def start_log(self, process: str, *, from_process: bool = True) -> StartLog:

@@ -16,22 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from sgl_batch.byte_sizes import format_bytes
-from sgl_batch.memory.page_advice import HUGE_PAGE_BYTES, advise
+from sgl_batch.memory.page_advice import HUGE_PAGE_BYTES, populate
 
 logger = logging.getLogger(__name__)
 
-# Linux's MADV_POPULATE_WRITE, of Linux 5.14. It gives memory as a write would, and leaves what is there as it is.
-_POPULATE_WRITE = 23
 # Of the free memory: an engine that gets few requests would not have taken it.
 _SHARE_OF_FREE = 16
 
 Populate = Callable[[torch.Tensor], bool]
 """Gives a part of a tensor's memory; returns whether the kernel has."""
-
-
-def populate(memory: torch.Tensor) -> bool:
-    """Take memory for a contiguous CPU tensor from the kernel. It takes 2 ms for each MiB, or less."""
-    return advise(memory, _POPULATE_WRITE)
 
 
 def most_bytes_ahead(free: int, *, num_ranks: int, page_bytes: int, most_pages: int, weight_bytes: int) -> int:

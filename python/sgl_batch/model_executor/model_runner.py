@@ -44,7 +44,7 @@ from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.partition_set import PartitionSets
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.model_executor.weight_watch import weight_watch
+from sgl_batch.model_executor.weight_watch import weight_reading, weight_watch
 from sgl_batch.model_executor.yield_callback import make_yield_callback
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers, reports_choices
@@ -127,10 +127,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
 
     def load_model(self) -> None:
         """Load the model; a rank loads its share of the experts. Streamed experts stay in their files."""
-        rank_context, memory = self._rank_context, self.context.config.memory
-        check_window(
-            self.model_config.hf_config.architectures, self.model_config.hf_text_config, self.model_config.context_len
-        )
+        rank_context, memory, config = self._rank_context, self.context.config.memory, self.model_config
+        check_window(config.hf_config.architectures, config.hf_text_config, config.context_len)
         shard = (
             nullcontext()
             if rank_context is None
@@ -138,13 +136,14 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         )
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         self.context.start_log.end("scheduler and process groups made")
-        watch = weight_watch(self.model_config.hf_text_config, rank_context, self.context.cpu_operators)
+        watch = weight_watch(config.hf_text_config, rank_context, self.context.cpu_operators)
+        reading = weight_reading(rank_context)
         with shard, huge_parameters(), models_as_configured():
             if memory.weights == "resident":
-                with loading_weights(self.server_args, watch):
+                with loading_weights(self.server_args, watch, reading):
                     super().load_model()
             else:
-                with unloaded_experts(), loading_weights(self.server_args, watch, is_expert_weight) as files:
+                with unloaded_experts(), loading_weights(self.server_args, watch, reading, is_expert_weight) as files:
                     super().load_model()
                 held = 0 if rank_context is None else rank_context.expert_shard
                 self._operators.stream(self.model, files, memory, expert_shard=held)

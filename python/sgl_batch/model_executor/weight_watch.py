@@ -1,4 +1,4 @@
-"""Owns what sees the weights of a checkpoint while a rank loads them: the proof that all are loaded, and sharing."""
+"""Owns how a rank loads the weights of a checkpoint: what reads them, the proof that all are loaded, and sharing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from sgl_batch.core.model_numbers import number
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.families import family_of
-from sgl_batch.sglang_adapter.checkpoint_loading import WeightWatch
+from sgl_batch.sglang_adapter.checkpoint_loading import WeightReading, WeightWatch
+from sgl_batch.weights.direct_tensors import read_past_page_cache
 from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.shared_weights import SharedWeights
 
@@ -26,12 +27,21 @@ def weight_watch(config: object, rank_context: RankContext | None, operators: Cp
         is_elsewhere=is_expert_weight
         if rank_context is not None and rank_context.topology.num_expert_shards > 1
         else _never,
+        by_layer=_is_known if rank_context is None else lambda _: False,
     )
     if rank_context is None or operators is None:
         return watch
     return SharedWeights(
         watch, rank_context, int8=operators.rounds_to_int8, may_share=_is_known, share=operators.share_weights
     )
+
+
+def weight_reading(rank_context: RankContext | None) -> WeightReading | None:
+    """Return what reads files of weights in place of SGLang's loader.
+
+    None for one rank of several: each reads all files, which the page cache has once for all of them.
+    """
+    return read_past_page_cache if rank_context is None else None
 
 
 def _never(_name: str) -> bool:

@@ -1,14 +1,15 @@
-"""Adapts SGLang's checkpoint loader: some weights stay in their files, a watch sees the others, and logs stay short.
+"""Adapts SGLang's checkpoint loader: what reads files, which weights stay in them, who sees the others; short logs.
 
 SGLang's load_format may be a loader class, and ours derives from its default one. The callers decide which weights
-stay, and find what is missing.
+stay, read files in its place, and find what is missing.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -17,14 +18,22 @@ from sgl_batch.sglang_adapter import bootstrap
 
 with bootstrap.importing():
     from sglang.srt.configs.load_config import LoadFormat
+    from sglang.srt.model_loader import loader as sglang_loader
     from sglang.srt.model_loader import weight_utils
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-__all__ = ["WeightWatch", "loading_weights"]
+__all__ = ["WeightReading", "WeightWatch", "loading_weights"]
 
 # The formats of SGLang's default loader. Other formats have other loaders, which we do not adapt.
 _PLAIN_FORMATS = ("auto", "safetensors", "pt", "npcache")
 _LOG_EVERY_S = 30.0
+
+
+WeightReading = Callable[[Sequence[Path], Callable[[str], bool]], tuple[list[Path], Iterator[tuple[str, Tensor]]]]
+"""Takes safetensors files, and whether the tensor of a name is wanted.
+
+Returns the files whose reading is left to SGLang, and the names and tensors wanted of all others.
+"""
 
 
 class WeightWatch(Protocol):
@@ -41,9 +50,14 @@ class WeightWatch(Protocol):
 
 @contextmanager
 def loading_weights(
-    server_args: Any, watch: WeightWatch, leave: Callable[[str], bool] | None = None
+    server_args: Any,
+    watch: WeightWatch,
+    reading: WeightReading | None = None,
+    leave: Callable[[str], bool] | None = None,
 ) -> Iterator[list[str]]:
     """Inside, `watch` sees a checkpoint being loaded. Tensors whose names `leave` accepts are not loaded.
+
+    `reading` reads safetensors files where no argument of SGLang's asks for a way to read them.
 
     Yields the safetensors files. The list is filled when the model is loaded, and stays empty for a checkpoint of
     another format.
@@ -73,7 +87,7 @@ def loading_weights(
             finally:
                 del model.load_weights
 
-    with _few_lines_in_logs():
+    with _few_lines_in_logs(), _read_by(reading, leave):
         if given not in _PLAIN_FORMATS:
             yield files
             return
@@ -82,6 +96,35 @@ def loading_weights(
             yield files
         finally:
             server_args.load_format = given
+
+
+@contextmanager
+def _read_by(reading: WeightReading | None, leave: Callable[[str], bool] | None) -> Iterator[None]:
+    """Inside, SGLang's default loader has safetensors files read by `reading`, but for those that this leaves to it."""
+    name = "buffered_multi_thread_safetensors_weights_iterator"
+    own = getattr(sglang_loader, name)
+
+    def read(files: Sequence[str], max_workers: int, **ways: Any) -> Iterator[tuple[str, Tensor]]:
+        asked = any(ways.get(way) for way in ("disable_mmap", "prefetch", "drop_cache_after_load"))
+        if reading is None or asked:
+            yield from own(files, max_workers=max_workers, **ways)
+            return
+        left, tensors = reading([Path(file) for file in files], lambda name: leave is None or not leave(name))
+        if left:
+            yield from own([str(file) for file in left], max_workers=max_workers, **ways)
+        if len(left) == len(files):
+            return
+        num_bytes = sum(Path(file).stat().st_size for file in files if Path(file) not in left)
+        with weight_utils.tqdm(desc="Loading weights", total=num_bytes, unit="B", unit_scale=True) as bar:
+            for name, tensor in tensors:
+                yield name, tensor
+                bar.update(tensor.nbytes)
+
+    setattr(sglang_loader, name, read)
+    try:
+        yield
+    finally:
+        setattr(sglang_loader, name, own)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from sgl_batch.checkpoint.files import few
 from sgl_batch.errors import ConfigError
+from sgl_batch.memory.page_advice import populate
 
 # By dtype, bits that no computation gives: a NaN with a payload, or any NaN if the format has no payloads.
 _NANS: Mapping[torch.dtype, tuple[torch.dtype, int]] = {
@@ -35,17 +37,31 @@ _COMPUTED = re.compile(r"\.attn(_m[qh]a)?\.[kv]_scale$")
 # Tables in older checkpoints that every library computes.
 _KNOWN_UNUSED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$|\.masked_bias$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_NO_LAYER = -1
+# Of memory that a thread takes from the kernel at a time.
+_PIECE_BYTES = 16 << 20
+_NUMBERED = re.compile(r"(?:^|\.)\d+\.")
 
 
 class LoadedWeights:
     """Checks one load of a checkpoint of `num_layers` layers.
 
     `is_elsewhere`: whether another rank loads the tensor of this name. `is_tied`: whether the output embedding is the
-    input embedding.
+    input embedding. `by_layer`: whether a model's layers are loaded from tensors of these layers, by number, and by
+    this rank alone. Then a layer's memory, which is new, is first written to when its weights come: until then the
+    next weights can be read.
     """
 
-    def __init__(self, num_layers: int, *, is_tied: bool, is_elsewhere: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        *,
+        is_tied: bool,
+        is_elsewhere: Callable[[str], bool],
+        by_layer: Callable[[nn.Module], bool] = lambda _: False,
+    ) -> None:
         self._num_layers, self._is_tied, self._is_elsewhere = num_layers, is_tied, is_elsewhere
+        self._by_layer = by_layer
 
     def load(
         self,
@@ -59,10 +75,10 @@ class LoadedWeights:
             for name, one in model.named_parameters()
             if not _COMPUTED.search(name) and (one.is_floating_point() or not _OPTIONAL.search(name))
         }
-        for parameter in parameters.values():
-            _mark(parameter.data)
+        marks = _Marks(parameters, by_layer=self._by_layer(model))
         unread: dict[str, int] = {}
-        load_weights(_Read.over(weights, unread))
+        load_weights(_Read.over(marks.before(weights), unread))
+        marks.set_all()
         own = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         unused = [name for name, address in unread.items() if address not in own and not self._may_stay_unused(name)]
         missing = [f"{name}{_part(one.data)}" for name, one in parameters.items() if _marked_rows(one.data).any()]
@@ -77,6 +93,48 @@ class LoadedWeights:
         tied = self._is_tied and name.endswith("lm_head.weight")
         further = beyond or tied or name.startswith("mtp.")
         return further or _KNOWN_UNUSED.search(name) is not None or self._is_elsewhere(name)
+
+
+def _take_memory(parameters: Sequence[Tensor]) -> None:
+    """Take the memory of large parameters, which is new, by all threads: the kernel clears it before it gives it."""
+    whole = [one.view(-1) for one in parameters if one.device.type == "cpu" and one.is_contiguous()]
+    pieces = [piece for one in whole for piece in one.split(_PIECE_BYTES // one.itemsize)]
+    if len(pieces) > len(whole):
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(populate, pieces))
+
+
+class _Marks:
+    """Marks the numbers of parameters as not loaded, each before a tensor can be loaded into it."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, by_layer: bool) -> None:
+        self._waiting: dict[int, list[Tensor]] = {}
+        for name, parameter in parameters.items():
+            layer = _LAYER.search(name) if by_layer else None
+            self._waiting.setdefault(int(layer[1]) if layer else _NO_LAYER, []).append(parameter.data)
+        self._set(_NO_LAYER)
+
+    def before(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield `weights`, the parameters of whose layers are marked by then."""
+        for name, weight in weights:
+            if self._waiting:
+                layer = _LAYER.search(name)
+                if layer is not None:
+                    self._set(int(layer[1]))
+                elif _NUMBERED.search(name):  # of whichever layer
+                    self.set_all()
+            yield name, weight
+
+    def set_all(self) -> None:
+        """Mark what is not marked yet."""
+        for layer in list(self._waiting):
+            self._set(layer)
+
+    def _set(self, layer: int) -> None:
+        found = self._waiting.pop(layer, [])
+        _take_memory(found)
+        for data in found:
+            _mark(data)
 
 
 class _Read(Tensor):

@@ -8,8 +8,8 @@ import pytest
 from large_model.measure import Group, Run, Workload, _memory, check
 from large_model.report import bound_share, bound_table, memory_table, speed_table, tokens_per_s
 
-from sgl_batch.cli.doctor.disk_rate import disk_rate
 from sgl_batch.errors import ConfigError
+from sgl_batch.weights.disk_rate import disk_rate
 
 GIB = 1 << 30
 CONFIG = {

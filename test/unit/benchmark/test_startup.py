@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 from comparison import reading
+from comparison.held_memory import AHEAD_BYTES, PIECE_BYTES, HeldMemory
 from startup import (
     FIRST_TOKEN,
     PROGRAMS,
@@ -83,10 +85,11 @@ def test_load_rates_are_compared_with_both_ways_to_read_the_same_files():
     starts = {"command": [Start(marks_s={}, end_s=1.0, cpu_s=1.0, load_rate=1.2e9)]}
     lines = load_table(starts, [Bounds(direct=3e9, cached=1.5e9, memory=9e9)]).splitlines()
     assert "| files through the page cache | 1.50 |" in lines
-    assert lines[-3:] == [
+    assert lines[-4:] == [
         "| weights of command | 1.20 |",
         "| of the files past the page cache | 40 % |",
         "| of the files through the page cache | 80 % |",
+        "| of the new memory | 13 % |",
     ]
 
 
@@ -105,3 +108,21 @@ def test_files_are_read_whole_and_new_memory_is_taken(tmp_path):
 def test_a_program_that_may_not_empty_the_page_cache_says_what_it_needs(monkeypatch, tmp_path):
     monkeypatch.setattr(reading, "_DROP", tmp_path / "missing")
     assert "run as root" in reading.why_not_droppable()
+
+
+def test_held_memory_is_freed_as_others_take_memory():
+    num_bytes = AHEAD_BYTES + 4 * PIECE_BYTES
+    taken = 0
+    held = HeldMemory(num_bytes, lambda: (64 << 30) - taken - held.num_bytes)
+    with held:
+        assert wait_until(lambda: held.num_bytes == 4 * PIECE_BYTES)
+        taken = 2 * PIECE_BYTES
+        assert wait_until(lambda: held.num_bytes == 2 * PIECE_BYTES)
+    assert held.num_bytes == 0
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 30
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return is_so()

@@ -126,3 +126,19 @@ def test_a_piece_is_read_without_a_copy_also_at_the_end_of_a_file(tmp_path: Path
     with file.open("rb") as opened:
         read_ahead.read_piece(opened.fileno(), 0, 10_000)
         read_ahead.read_piece(opened.fileno(), 8192, PIECE_BYTES)
+
+
+def test_only_the_files_that_are_worth_it_are_read(tmp_path: Path) -> None:
+    files = _make(tmp_path, "1", "2", "3", size=10)
+    reads = _Reads()
+    ReadAhead(files, 100, reads, to_read=lambda given: given[1:]).run()
+    assert reads.pieces == [(0, 10), (0, 10)]
+
+
+def test_a_choice_that_fails_ends_the_reading(tmp_path: Path) -> None:
+    def fail(_: Sequence[Path]) -> list[Path]:
+        raise OSError("no such device")
+
+    reads = _Reads()
+    ReadAhead(_make(tmp_path, "1"), 100, reads, to_read=fail).run()
+    assert reads.pieces == []

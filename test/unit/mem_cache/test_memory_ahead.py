@@ -11,7 +11,8 @@ import torch
 
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool, lazy_layers
 from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
-from sgl_batch.mem_cache.memory_ahead import MemoryAhead, most_bytes_ahead, populate
+from sgl_batch.mem_cache.memory_ahead import MemoryAhead, most_bytes_ahead
+from sgl_batch.memory.page_advice import populate
 
 HUGE = 2 << 20
 LAYERS = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from sgl_batch.startup.weights_ahead import weights_ahead
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Path], int]]:
     """Return the list to which files and limits of what would be read are added."""
     found: list[tuple[list[Path], int]] = []
-    monkeypatch.setattr(module, "ReadAhead", lambda files, most_bytes: found.append((files, most_bytes)))
+
+    def note(files: list[Path], most_bytes: int, *, to_read: Callable[[Sequence[Path]], Sequence[Path]] = list) -> None:
+        found.append((list(to_read(files)), most_bytes))
+
+    monkeypatch.setattr(module, "ReadAhead", note)
     return found
 
 
@@ -57,3 +62,14 @@ def test_unreadable_figures_of_memory_fail_no_start(tmp_path: Path, asked: list[
 
     weights_ahead(_model(tmp_path), weights="resident", free=fail)
     assert asked == [([], 0)]
+
+
+@pytest.mark.parametrize(("num_ranks", "names"), [(1, ["model.bin"]), (2, ["model.bin", "model.safetensors"])])
+def test_what_the_loader_of_one_rank_reads_past_the_page_cache_is_not_read_ahead(
+    tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch, num_ranks: int, names: list[str]
+) -> None:
+    files = [tmp_path / "model.bin", tmp_path / "model.safetensors"]
+    monkeypatch.setattr(module, "weight_files", lambda _: files)
+    monkeypatch.setattr(module, "files_to_read_past_it", list)
+    weights_ahead(str(tmp_path), weights="resident", num_ranks=num_ranks, free=_free)
+    assert [file.name for file in asked[0][0]] == names

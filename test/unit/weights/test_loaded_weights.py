@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.weights import loaded_weights
 from sgl_batch.weights.loaded_weights import LoadedWeights
 
 NUM_LAYERS = 2
@@ -210,3 +211,60 @@ def test_packed_weights_may_lack_optional_parts_but_need_finite_scales() -> None
     Packed(torch.empty(4, 8), (slice(None),), "weight_scale_inv").load(torch.ones(4, 8))
     with pytest.raises(ConfigError, match="nothing for 1 parameters of the model: weight_scale_inv"):
         Packed(torch.empty(4, 8), (slice(0),), "weight_scale_inv").load(torch.ones(4, 8))
+
+
+def touched(model: Model, layer: int) -> bool:
+    return bool(model.layers[layer].experts.data.count_nonzero())
+
+
+def test_a_layer_is_written_to_when_its_weights_come_where_they_belong_to_layers() -> None:
+    model, weights, seen = Model(torch.float32), checkpoint(), []
+    for layer in model.layers:
+        for one in layer.parameters():
+            one.data.zero_()
+
+    def coming() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights.items():
+            seen.append((name, touched(model, 1)))
+            yield name, weight
+
+    by_layer = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: True)
+    by_layer.load(model, coming(), model.load_weights)
+    assert not any(is_touched for name, is_touched in seen if name.startswith("layers.0."))
+    assert model.layers[1].experts[1].tolist() == weights["layers.1.experts.1"].tolist()
+
+
+@pytest.mark.parametrize("absent", ["layers.1.", "layers.1.experts.1"])
+def test_layers_whose_weights_never_come_are_named_as_well(absent: str) -> None:
+    weights = {name: one for name, one in checkpoint().items() if not name.startswith(absent)}
+    by_layer = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: True)
+    model = Model(torch.float32)
+    with pytest.raises(ConfigError, match=r"it has nothing for [13] parameters of the model: layers\.1"):
+        by_layer.load(model, weights.items(), model.load_weights)
+
+
+def test_a_tensor_of_a_numbered_part_that_is_no_layer_may_be_of_any() -> None:
+    model, found = Model(torch.float32), []
+    for layer in model.layers:
+        layer.experts.data.zero_()
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, weight in weights:
+            found.append(touched(model, 1))
+            model.load_weights([(name.replace("h.", "layers."), weight)])
+
+    by_layer = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: True)
+    other_names = {name.replace("layers.", "h."): one for name, one in checkpoint().items()}
+    by_layer.load(model, {"embed.weight": torch.ones(1), **other_names}.items(), _using_all(load_weights))
+    assert found[:2] == [False, True]
+
+
+def _using_all(load_weights: Callable[[Iterable[tuple[str, Tensor]]], None]) -> Callable[..., None]:
+    """Return `load_weights` that also reads each tensor, as if the model had a place for it."""
+    return lambda weights: load_weights((name, weight) for name, weight in weights if weight.sum() is not None)
+
+
+def test_large_parameters_take_their_memory_before_they_are_marked_and_keep_what_they_hold() -> None:
+    large = torch.arange(5 << 20, dtype=torch.float64)
+    loaded_weights._take_memory([large, torch.ones(3), torch.ones(4, 6).t()])
+    assert bool((large == torch.arange(5 << 20)).all())

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sgl_batch.byte_sizes import format_bytes
-from sgl_batch.cli.doctor.disk_rate import disk_rate
 from sgl_batch.cli.doctor.machine import Machine
 from sgl_batch.cli.doctor.rows import Row, State
+from sgl_batch.weights.disk_rate import disk_rate
 
 _COPY_BYTES = 256 << 20
 _ROUNDS = 3

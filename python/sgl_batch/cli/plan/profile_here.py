@@ -65,7 +65,7 @@ def _disk_rate(directory: Path) -> float:
 
     A storage with a cache of its own gives them more slowly the first time.
     """
-    from sgl_batch.cli.doctor.disk_rate import disk_rate
+    from sgl_batch.weights.disk_rate import disk_rate
 
     files = sorted(directory.glob("*.safetensors"))
     threads = batch_config.MemoryConfig().weight_read_threads

@@ -176,6 +176,7 @@ class ServerArgs(Protocol):
     model_path: str
     revision: str | None
     load_format: str
+    dp_size: int
     attention_backend: str | None
     enable_deterministic_inference: bool
     api_key: str | None

@@ -6,13 +6,13 @@ into short requests.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from sgl_batch.memory.huge_buffer import huge_buffer
 
 _READ_BYTES = 2 << 20
 
@@ -24,16 +24,13 @@ def disk_rate(files: list[Path], *, threads: int, most_bytes: int) -> float:
     opened = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files}
 
     def work(number: int) -> None:
-        with (
-            mmap.mmap(-1, 2 * _READ_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as whole,
-            _huge_page(whole) as memory,
-        ):
-            while True:
-                with lock:
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                read[number] += os.preadv(opened[piece[0]], [memory], piece[1])
+        memory = huge_buffer(_READ_BYTES)
+        while True:
+            with lock:
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            read[number] += os.preadv(opened[piece[0]], [memory], piece[1])
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
     begun = time.perf_counter()
@@ -45,15 +42,6 @@ def disk_rate(files: list[Path], *, threads: int, most_bytes: int) -> float:
     for descriptor in opened.values():
         os.close(descriptor)
     return sum(read) / took
-
-
-def _huge_page(memory: mmap.mmap) -> memoryview:
-    """Return the aligned huge page within memory of twice its size. The kernel may back it by small pages."""
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    first = ctypes.c_char.from_buffer(memory)
-    begin = -ctypes.addressof(first) % _READ_BYTES
-    del first
-    return memoryview(memory)[begin : begin + _READ_BYTES]
 
 
 def _pieces(files: list[Path], most_bytes: int) -> Iterator[tuple[Path, int]]:
