@@ -155,17 +155,19 @@ def _blocks(files: Sequence[Path], wanted: Callable[[str], bool]) -> Iterator[_B
 
 
 def _take(lent: list[_Memory], num_bytes: int) -> _Memory:
-    """Return memory for a block: some of what was lent and is free, or else new memory."""
-    needed = -(-num_bytes // _SECTOR_BYTES) * _SECTOR_BYTES
+    """Return memory for a block: some of what was lent and is free, or else new memory.
+
+    Memory of one large tensor goes back to the kernel where a block does not need it.
+    """
+    needed, usual = -(-num_bytes // _SECTOR_BYTES) * _SECTOR_BYTES, _BLOCK_BYTES + _SECTOR_BYTES
     free = [memory for memory in lent if memory.is_free]
-    found = next((memory for memory in free if len(memory.whole) >= needed), None)
+    fitting = [memory for memory in free if len(memory.whole) >= needed]
+    found = min(fitting, key=lambda memory: len(memory.whole), default=None)
+    for memory in free:
+        if memory is found or len(memory.whole) > usual:
+            lent.remove(memory)
     if found is None:
-        # A larger one takes the place of one that is free; the kernel gets that back.
-        found = _Memory(huge_buffer(max(needed, _BLOCK_BYTES + _SECTOR_BYTES)))
-        if free:
-            lent.remove(free[0])
-    else:
-        lent.remove(found)
+        return _Memory(huge_buffer(max(needed, usual)))
     found.users.clear()
     return found
 

@@ -89,6 +89,17 @@ def test_memory_is_used_again_when_its_tensors_are_gone(tmp_path: Path, buffers:
     assert sum(buffers) < file.stat().st_size
 
 
+def test_memory_of_a_large_tensor_is_not_kept(tmp_path: Path, buffers: list[int]) -> None:
+    lent: list[Any] = []
+    for num_bytes in (BLOCK, 8 * BLOCK, 8 * BLOCK):
+        lent.append(module._take(lent, num_bytes))
+    assert len(buffers) == 2
+    assert [len(memory.whole) for memory in lent] == [BLOCK + 4096, 8 * BLOCK]
+    small = module._take(lent, BLOCK)
+    assert len(small.whole) == BLOCK + 4096
+    assert lent == []
+
+
 def test_tensors_that_are_kept_keep_what_they_hold(tmp_path: Path, buffers: list[int]) -> None:
     file = many(tmp_path)
     stored = load_file(file)
