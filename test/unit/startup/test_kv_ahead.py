@@ -11,8 +11,8 @@ import torch
 from sgl_batch.config import BatchConfig, MemoryConfig
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.distributed.rendezvous import Rendezvous
-from sgl_batch.mem_cache import memory_ahead
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
+from sgl_batch.memory import page_advice
 from sgl_batch.model_executor.run_context import RunContext
 from sgl_batch.startup.kv_ahead import kv_ahead
 
@@ -23,7 +23,7 @@ TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * 2
 
 @pytest.fixture(autouse=True)
 def _nothing_is_taken(monkeypatch):
-    monkeypatch.setattr(memory_ahead, "advise", lambda *_: True)
+    monkeypatch.setattr(page_advice, "advise", lambda *_: True)
 
 
 def runner(*, pool: Any = None, running: int = 512, context_len: int = 4096, weight_bytes: int = 1 << 40) -> Any:
