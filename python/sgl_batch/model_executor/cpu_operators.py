@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -32,6 +32,7 @@ from sgl_batch.sglang_adapter.layers import (
     UnquantizedFusedMoEMethod,
     allow_plain_positions,
     expert_layers,
+    named_expert_layers,
     register_attention_backend,
     register_forward,
     replace_linear,
@@ -190,15 +191,25 @@ class CpuOperators:
         if head is not None and head.weight not in self._weights:
             self._weights.add_linear(head.weight, exact=True)
         limit_logprob_rows(model, _LOGPROB_BYTES)
-        if self.expert_runner == "native" and self._streamer is None:
-            for layer in expert_layers(model):
-                clamped = clamped_experts_of(layer) is not None
-                self._weights.add_experts(layer.w13_weight, layer.w2_weight, clamped=clamped)
+        self.adopt_experts(model)
         if self._must_code and not self._weights.has_codes:
             raise ConfigError(
                 "cpu_weight_dtype is 'lossless12', which is for experts of bfloat16, and the model has none: leave it "
                 "out, or give --dtype bfloat16 where its experts are of float32"
             )
+
+    def adopt_experts(self, model: torch.nn.Module, loaded: Collection[str] | None = None) -> None:
+        """Pack the experts of a model that are not packed yet.
+
+        `loaded`: names of parameters; of other layers than those whose experts are among them, nothing is packed.
+        """
+        if self.expert_runner != "native" or self._streamer is not None:
+            return
+        for name, layer in named_expert_layers(model):
+            whole = loaded is None or {f"{name}.w13_weight", f"{name}.w2_weight"} <= set(loaded)
+            if whole and layer.w13_weight not in self._weights:
+                clamped = clamped_experts_of(layer) is not None
+                self._weights.add_experts(layer.w13_weight, layer.w2_weight, clamped=clamped)
 
     def plain_weights(self) -> AbstractContextManager[None]:
         """Inside, all weights lie in their plain order, so that they can be read and written."""

@@ -136,10 +136,11 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         )
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         self.context.start_log.end("scheduler and process groups made")
-        watch = weight_watch(config.hf_text_config, rank_context, self.context.cpu_operators)
+        operators, resident = self.context.cpu_operators, memory.weights == "resident"
+        watch = weight_watch(config.hf_text_config, rank_context, operators, resident=resident)
         reading = weight_reading(rank_context)
         with shard, huge_parameters(), models_as_configured():
-            if memory.weights == "resident":
+            if resident:
                 with loading_weights(self.server_args, watch, reading):
                     super().load_model()
             else:
@@ -151,7 +152,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self.weight_bytes = resident_weight_bytes(self.model, int8=int8)
         self.context.start_log.end("model made, weights read", num_bytes=self.weight_bytes)
         forget_peak()
-        if self.device == "cpu" and memory.weights == "resident":  # streamed weights take what is free
+        if self.device == "cpu" and resident:  # streamed weights take what is free
             keep_freed_memory()
 
     def init_kv_cache_configurator(self) -> None:

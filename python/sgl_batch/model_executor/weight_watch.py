@@ -15,10 +15,13 @@ from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.shared_weights import SharedWeights
 
 
-def weight_watch(config: object, rank_context: RankContext | None, operators: CpuOperators | None) -> WeightWatch:
+def weight_watch(
+    config: object, rank_context: RankContext | None, operators: CpuOperators | None, *, resident: bool
+) -> WeightWatch:
     """Return the watch of this rank, for a model with Hugging Face's `config`.
 
-    On a CPU, several ranks share weights, and `operators` learn in which memory.
+    On a CPU, several ranks share weights, and `operators` learn in which memory. Those of one rank adopt its experts,
+    if these are `resident`, while others are loaded.
     """
     watch = LoadedWeights(
         number(lambda name: getattr(config, name, None), "num_hidden_layers"),
@@ -28,6 +31,7 @@ def weight_watch(config: object, rank_context: RankContext | None, operators: Cp
         if rank_context is not None and rank_context.topology.num_expert_shards > 1
         else _never,
         by_layer=_is_known if rank_context is None else lambda _: False,
+        adopt=operators.adopt_experts if operators is not None and resident else None,
     )
     if rank_context is None or operators is None:
         return watch

@@ -244,8 +244,13 @@ def replace_lm_head(model: Any, linear: Callable[..., Any], rows: Callable[..., 
 
 def expert_layers(model: torch.nn.Module) -> list[ExpertLayer]:
     """Return the layers of a loaded model that hold unquantised experts (`w13_weight`, `w2_weight`)."""
-    modules: Iterable[Any] = model.modules()
-    return [m for m in modules if type(getattr(m, "quant_method", None)) is UnquantizedFusedMoEMethod]
+    return [layer for _, layer in named_expert_layers(model)]
+
+
+def named_expert_layers(model: torch.nn.Module) -> list[tuple[str, ExpertLayer]]:
+    """Return the layers of `expert_layers`, each with its name in the model."""
+    modules: Iterable[tuple[str, Any]] = model.named_modules()
+    return [(n, m) for n, m in modules if type(getattr(m, "quant_method", None)) is UnquantizedFusedMoEMethod]
 
 
 def replace_experts(layers: list[ExpertLayer], experts: Callable[..., torch.Tensor | None]) -> None:

@@ -7,9 +7,10 @@ Both give wrong tokens without an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +38,16 @@ _COMPUTED = re.compile(r"\.attn(_m[qh]a)?\.[kv]_scale$")
 # Tables in older checkpoints that every library computes.
 _KNOWN_UNUSED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$|\.masked_bias$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# How often a layer is looked at that is not loaded whole when the tensors of another one come.
+_MOST_LOOKS = 3
 _NO_LAYER = -1
 # Of memory that a thread takes from the kernel at a time.
 _PIECE_BYTES = 16 << 20
 _NUMBERED = re.compile(r"(?:^|\.)\d+\.")
+
+
+Adopt = Callable[[nn.Module, Collection[str]], None]
+"""Takes a model, and the names of parameters that are loaded. It may give them another form."""
 
 
 class LoadedWeights:
@@ -49,7 +56,8 @@ class LoadedWeights:
     `is_elsewhere`: whether another rank loads the tensor of this name. `is_tied`: whether the output embedding is the
     input embedding. `by_layer`: whether a model's layers are loaded from tensors of these layers, by number, and by
     this rank alone. Then a layer's memory, which is new, is first written to when its weights come: until then the
-    next weights can be read.
+    next weights can be read. And what it holds is given to `adopt` once it is whole, in a thread of its own, while the
+    next layer is loaded: rounded weights never take the memory of all exact ones.
     """
 
     def __init__(
@@ -59,9 +67,10 @@ class LoadedWeights:
         is_tied: bool,
         is_elsewhere: Callable[[str], bool],
         by_layer: Callable[[nn.Module], bool] = lambda _: False,
+        adopt: Adopt | None = None,
     ) -> None:
         self._num_layers, self._is_tied, self._is_elsewhere = num_layers, is_tied, is_elsewhere
-        self._by_layer = by_layer
+        self._by_layer, self._adopt = by_layer, adopt
 
     def load(
         self,
@@ -75,13 +84,15 @@ class LoadedWeights:
             for name, one in model.named_parameters()
             if not _COMPUTED.search(name) and (one.is_floating_point() or not _OPTIONAL.search(name))
         }
-        marks = _Marks(parameters, by_layer=self._by_layer(model))
-        unread: dict[str, int] = {}
-        load_weights(_Read.over(marks.before(weights), unread))
+        by_layer, unread = self._by_layer(model), _Unread()
+        marks = _Marks(parameters, by_layer=by_layer)
+        with _EarlyAdoption(model, parameters, self._adopt if by_layer else None, unread) as early:
+            load_weights(_Read.over(marks.before(early.between(weights)), unread))
         marks.set_all()
-        own = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
-        unused = [name for name, address in unread.items() if address not in own and not self._may_stay_unused(name)]
-        missing = [f"{name}{_part(one.data)}" for name, one in parameters.items() if _marked_rows(one.data).any()]
+        left = {name: one for name, one in parameters.items() if name not in early.adopted}
+        unread.leave_out(left.values())
+        unused = [name for name in unread.addresses if not self._may_stay_unused(name)]
+        missing = [f"{name}{_part(one.data)}" for name, one in left.items() if _marked_rows(one.data).any()]
         if missing or unused:
             raise ConfigError(_mismatch(missing, unused))
         _check_scales({name: one.data for name, one in parameters.items() if _SCALE.search(name)})
@@ -137,22 +148,103 @@ class _Marks:
             _mark(data)
 
 
+@dataclass(slots=True)
+class _Unread:
+    """The addresses of tensors that nobody has read yet, by name, and the threads that have read any."""
+
+    addresses: dict[str, int] = field(default_factory=dict)
+    readers: set[int] = field(default_factory=set)
+
+    def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forget the tensors whose memory parameters have taken over."""
+        own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        for name in [name for name, address in self.addresses.items() if address in own]:
+            del self.addresses[name]
+
+
+class _EarlyAdoption:
+    """Gives the parameters of layers to `adopt` as soon as they are loaded. Entered while a checkpoint is loaded.
+
+    A layer is looked at when the tensors of another one come. It is whole if no mark is left in it, provided that one
+    thread has read all tensors until then: one of several might still be writing behind the end of a row.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], adopt: Adopt | None, unread: _Unread
+    ) -> None:
+        self.adopted: set[str] = set()
+        self._model, self._adopt, self._unread = model, adopt, unread
+        self._layers: dict[int, dict[str, nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            layer = None if adopt is None else _LAYER.search(name)
+            if layer is not None:
+                self._layers.setdefault(int(layer[1]), {})[name] = parameter
+        self._looks = dict.fromkeys(self._layers, 0)
+        self._seen: dict[int, set[str]] = {layer: set() for layer in self._layers}
+        self._thread, self._last = ThreadPoolExecutor(1, thread_name_prefix="adopt"), Future[None]()
+        self._last.set_result(None)
+
+    def __enter__(self) -> _EarlyAdoption:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            self._last.result()
+
+    def between(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield `weights`. Before the first tensor of another layer, look at the one whose tensors came until then."""
+        coming: int | None = None
+        for name, weight in weights:
+            found = _LAYER.search(name)
+            layer = None if found is None else int(found[1])
+            if coming is not None and layer != coming:
+                self._look_at(coming)
+            coming = layer
+            if layer in self._seen:
+                self._check_new(layer, name)
+                self._seen[layer].add(name)
+            yield name, weight
+
+    def _check_new(self, layer: int, name: str) -> None:
+        """Refuse a tensor that would be loaded again, into a parameter that may have another form by now."""
+        if layer not in self._layers and name in self._seen[layer]:
+            raise ConfigError(
+                f"the checkpoint has {name} twice, in files that are read one after the other: remove the files that "
+                "its index does not name, or fetch the checkpoint anew"
+            )
+
+    def _look_at(self, layer: int) -> None:
+        parameters = self._layers.get(layer)
+        if parameters is None or self._looks[layer] == _MOST_LOOKS or self._unread.readers - {get_ident()}:
+            return
+        self._looks[layer] += 1
+        if any(_marked_rows(one.data).any() for one in parameters.values()):
+            return
+        del self._layers[layer]
+        self.adopted |= parameters.keys()
+        self._unread.leave_out(parameters.values())
+        assert self._adopt is not None, "without it there are no layers"
+        self._last.result()  # one layer waits at most, whose memory may shrink
+        self._last = self._thread.submit(self._adopt, self._model, list(parameters))
+
+
 class _Read(Tensor):
     """A tensor of a checkpoint that removes itself from `unread` when an operator reads it, in any thread.
 
-    `unread`: addresses by name. A view is a `_Read` too, and making one is not a use. A parameter may also take over
+    A view is a `_Read` too, and making one is not a use. A parameter may also take over
     the tensor's memory without an operator; `load` compares addresses for that.
     """
 
     stored_name: str
-    unread: dict[str, int]
+    unread: _Unread
 
     @classmethod
-    def over(cls, weights: Iterable[tuple[str, Tensor]], unread: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    def over(cls, weights: Iterable[tuple[str, Tensor]], unread: _Unread) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights`, each of which is in `unread` until it is read."""
         for name, weight in weights:
             if weight.numel() > 0:
-                unread[name] = weight.untyped_storage().data_ptr()
+                unread.addresses[name] = weight.untyped_storage().data_ptr()
             yield name, _noting(weight, name, unread)
 
     @classmethod
@@ -164,16 +256,18 @@ class _Read(Tensor):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
+        read = [one for one in _tensors((*args, *kwargs.values())) if isinstance(one, _Read)]
+        for one in read:
+            one.unread.readers.add(get_ident())
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        read = [one for one in _tensors((*args, *kwargs.values())) if isinstance(one, _Read)]
         if isinstance(result, Tensor) and any(_is_same_memory(result, one) for one in read):
             return _noting(result, read[0].stored_name, read[0].unread)
         if isinstance(result, (list, tuple)) and all(isinstance(one, Tensor) for one in result):
             return type(result)(_noting(one, read[0].stored_name, read[0].unread) for one in result)
         if isinstance(result, Tensor) or func in _READING:
             for one in read:
-                one.unread.pop(one.stored_name, None)
+                one.unread.addresses.pop(one.stored_name, None)
         return result
 
 
@@ -189,7 +283,7 @@ _READING = (
 )
 
 
-def _noting(tensor: Tensor, name: str, unread: dict[str, int]) -> _Read:
+def _noting(tensor: Tensor, name: str, unread: _Unread) -> _Read:
     noting = tensor.as_subclass(_Read)
     noting.stored_name, noting.unread = name, unread
     return noting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -268,3 +268,83 @@ def test_large_parameters_take_their_memory_before_they_are_marked_and_keep_what
     large = torch.arange(5 << 20, dtype=torch.float64)
     loaded_weights._take_memory([large, torch.ones(3), torch.ones(4, 6).t()])
     assert bool((large == torch.arange(5 << 20)).all())
+
+
+class Adopted:
+    """Notes which layers are adopted, and when; gives adopted experts another form, or fails with `error`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.names: list[list[str]] = []
+        self.coming = ""
+        self.when: list[str] = []
+
+    def __call__(self, model: nn.Module, names: Collection[str]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.names.append(sorted(names))
+        self.when.append(self.coming)
+        (layer,) = {int(name.split(".")[1]) for name in names}
+        experts = model.get_parameter(f"layers.{layer}.experts")
+        experts.data = experts.data.double() * 2
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, threads: bool = False) -> Model:
+        model = Model(torch.float32)
+        by_layer = LoadedWeights(
+            NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: True, adopt=self
+        )
+        with ThreadPoolExecutor(1) as pool:
+            model.threads = pool if threads else None
+            by_layer.load(model, self._noted(weights), model.load_weights)
+        return model
+
+    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights:
+            self.coming = name
+            yield name, weight
+
+
+LAYER_0 = ["layers.0.experts", "layers.0.gate_up", "layers.0.norm"]
+
+
+def test_a_layer_is_adopted_when_it_is_whole_and_the_next_one_comes() -> None:
+    adopted, weights = Adopted(), checkpoint()
+    model = adopted.load(weights.items())
+    assert adopted.names == [LAYER_0]
+    assert adopted.when == ["layers.1.gate"]
+    assert model.layers[0].experts.tolist() == [(2 * weights[f"layers.0.experts.{i}"]).tolist() for i in range(3)]
+    assert model.layers[1].experts.dtype == torch.float32
+
+
+def test_a_layer_in_two_files_is_adopted_once_its_rest_is_loaded() -> None:
+    weights = checkpoint()
+    rest = {name: weights.pop(name) for name in ["layers.0.up", "layers.0.experts.2"]}
+    adopted = Adopted()
+    adopted.load([*weights.items(), *rest.items(), ("rotary_emb.inv_freq", torch.ones(1))])
+    assert [names[0].split(".")[1] for names in adopted.names] == ["1", "0"]
+
+
+def test_a_layer_that_another_thread_loads_is_left_to_the_end() -> None:
+    adopted = Adopted()
+    adopted.load(checkpoint().items(), threads=True)
+    assert adopted.names == []
+
+
+def test_missing_and_unused_tensors_are_named_also_of_models_whose_layers_are_adopted() -> None:
+    weights = checkpoint()
+    del weights["layers.1.experts.1"]
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.experts \(experts 1\).*no place for 1 of its tensors: layers\.0\.x"
+    ):
+        Adopted().load({**weights, "layers.0.x": torch.ones(1)}.items())
+
+
+def test_a_tensor_that_comes_again_when_its_layer_is_adopted_is_refused() -> None:
+    weights = [*checkpoint().items(), ("layers.0.experts.1", torch.ones(2, 4))]
+    with pytest.raises(ConfigError, match=r"has layers\.0\.experts\.1 twice"):
+        Adopted().load(weights)
+
+
+def test_what_adoption_reports_ends_the_load() -> None:
+    with pytest.raises(ConfigError, match="no room for scales"):
+        Adopted(ConfigError("no room for scales")).load(checkpoint().items())
