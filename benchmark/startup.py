@@ -21,11 +21,12 @@ import argparse
 import json
 import re
 import selectors
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,12 +62,14 @@ _LINE = {
 class Start:
     """Seconds since a program was started at each mark and at its end, and the processor seconds it took in all.
 
+    peak_bytes: resident memory at most, of all its processes. What they share, as mapped files, counts in each.
     load_rate: bytes of weights per second of the phase that loads them; None where the program does not say.
     """
 
     marks_s: dict[str, float]
     end_s: float
     cpu_s: float
+    peak_bytes: int
     load_rate: float | None = None
 
 
@@ -117,17 +120,24 @@ def measure(command: list[str]) -> Start:
         code = program.wait()
     if code != 0 or set(marks) != {READY, FIRST_TOKEN}:
         raise RuntimeError(f"{' '.join(command)} ended with {code} after {sorted(marks)}:\n{''.join(text[-30:])}")
-    return Start(marks_s=marks, end_s=time.monotonic() - began, cpu_s=usage.cpu_s, load_rate=load_rate)
+    return Start(
+        marks_s=marks,
+        end_s=time.monotonic() - began,
+        cpu_s=usage.cpu_s,
+        peak_bytes=usage.peak_rss_bytes,
+        load_rate=load_rate,
+    )
 
 
-def command_of(program: str, model: Path, scratch: Path, number: int) -> list[str]:
-    """Return the command line that starts a program."""
+def command_of(program: str, model: Path, scratch: Path, number: int, flags: Sequence[str] = ()) -> list[str]:
+    """Return the command line that starts a program. `flags`: of `sgl-batch run` alone."""
     if program != "command":
         return [sys.executable, str(ROOT / "benchmark" / "runners" / "first_token.py"), program, str(model)]
     source, output = scratch / "in.jsonl", scratch / f"out-{number}.jsonl"
     source.write_text(json.dumps(_LINE) + "\n", encoding="utf-8")
     command = [sys.executable, "-m", "sgl_batch.cli", "run", "-i", str(source), "-o", str(output)]
-    return [*command, "--model", str(model), "--served-model-name", "tiny", "--progress", "plain", "--log-startup"]
+    command += ["--model", str(model), "--served-model-name", "tiny", "--progress", "plain", "--log-startup"]
+    return [*command, *flags]
 
 
 def bounds_of(files: list[Path], held_bytes: int) -> Bounds:
@@ -157,13 +167,15 @@ def settled(held_bytes: int) -> Iterator[None]:
 
 def table(starts: dict[str, list[Start]]) -> str:
     """Medians with the smallest and largest of each figure, in Markdown."""
-    lines = ["| program | ready | first token | end | processor seconds |", "| --- | ---: | ---: | ---: | ---: |"]
+    lines = ["| program | ready | first token | end | processor seconds | GiB at most |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     for program, own in starts.items():
         columns = [
             spread(start.marks_s[READY] for start in own),
             spread(start.marks_s[FIRST_TOKEN] for start in own),
             spread(start.end_s for start in own),
             spread(start.cpu_s for start in own),
+            spread(start.peak_bytes / 2**30 for start in own),
         ]
         lines.append(f"| {program} | {' | '.join(column.text(1) for column in columns if column is not None)} |")
     return "\n".join(lines)
@@ -207,7 +219,7 @@ def run_rounds(caches: str, options: argparse.Namespace, files: list[Path]) -> N
                 if caches == WARM:
                     reading.cached_rate(files)
                 with settled(options.hold_memory << 30) if caches == COLD else nullcontext():
-                    start = measure(command_of(program, options.model, Path(scratch), number))
+                    start = measure(command_of(program, options.model, Path(scratch), number, options.flags))
                 own.append(start)
                 marks = ", ".join(f"{mark} {seconds:.1f} s" for mark, seconds in start.marks_s.items())
                 print(f"round {number + 1}, {caches}: {program}: {marks}, end {start.end_s:.1f} s", flush=True)
@@ -221,6 +233,7 @@ def main() -> None:
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--caches", nargs="+", choices=(WARM, COLD), default=[WARM])
     parser.add_argument("--hold-memory", type=int, default=0, metavar="GIB", help="for cold starts (default: none)")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="for `sgl-batch run`, in one argument")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     files = weight_files(options.model)

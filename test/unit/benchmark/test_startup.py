@@ -62,9 +62,16 @@ def test_every_program_has_a_command_with_the_model(program, tmp_path):
     assert str(tmp_path / "model") in command_of(program, tmp_path / "model", tmp_path, 0)
 
 
+def test_the_command_gets_the_flags(tmp_path):
+    assert command_of("command", tmp_path, tmp_path, 0, ["--page-size", "8"])[-2:] == ["--page-size", "8"]
+
+
 def test_the_table_has_a_line_for_each_program():
-    starts = [Start(marks_s={READY: 1.0 * n, FIRST_TOKEN: 2.0 * n}, end_s=3.0 * n, cpu_s=4.0) for n in (1, 2, 3)]
-    line = "| command | 2.0 (1.0-3.0) | 4.0 (2.0-6.0) | 6.0 (3.0-9.0) | 4.0 (4.0-4.0) |"
+    starts = [
+        Start(marks_s={READY: 1.0 * n, FIRST_TOKEN: 2.0 * n}, end_s=3.0 * n, cpu_s=4.0, peak_bytes=n << 30)
+        for n in (1, 2, 3)
+    ]
+    line = "| command | 2.0 (1.0-3.0) | 4.0 (2.0-6.0) | 6.0 (3.0-9.0) | 4.0 (4.0-4.0) | 2.0 (1.0-3.0) |"
     assert table({"command": starts}).splitlines()[-1] == line
 
 
@@ -82,7 +89,7 @@ def test_the_load_rate_is_read_from_the_log_of_the_start(line, rate):
 
 
 def test_load_rates_are_compared_with_both_ways_to_read_the_same_files():
-    starts = {"command": [Start(marks_s={}, end_s=1.0, cpu_s=1.0, load_rate=1.2e9)]}
+    starts = {"command": [Start(marks_s={}, end_s=1.0, cpu_s=1.0, peak_bytes=1, load_rate=1.2e9)]}
     lines = load_table(starts, [Bounds(direct=3e9, cached=1.5e9, memory=9e9)]).splitlines()
     assert "| files through the page cache | 1.50 |" in lines
     assert lines[-4:] == [
@@ -94,7 +101,7 @@ def test_load_rates_are_compared_with_both_ways_to_read_the_same_files():
 
 
 def test_programs_that_report_no_load_have_no_table():
-    assert load_table({"stock": [Start(marks_s={}, end_s=1.0, cpu_s=1.0)]}, []) == ""
+    assert load_table({"stock": [Start(marks_s={}, end_s=1.0, cpu_s=1.0, peak_bytes=1)]}, []) == ""
 
 
 def test_files_are_read_whole_and_new_memory_is_taken(tmp_path):
