@@ -83,10 +83,13 @@ def read_past_page_cache(
 ) -> tuple[list[Path], Iterator[NamedTensor]]:
     """Return the files that are better read through the page cache, and the `wanted` tensors of all others.
 
-    The choice is made by `weights.page_cache`. Files with number formats that are not known here are not read.
+    The choice is made by `weights.page_cache`. Files with number formats that are not known here are not read, and none
+    at all where a later file has a tensor of an earlier one again, which must then be loaded after it.
     """
-    known = [file for file in files if all(one.dtype in _DTYPES for one in read_header(file).values())]
-    direct = files_to_read_past_it(known)
+    headers = {file: read_header(file) for file in files}
+    known = [file for file, header in headers.items() if all(one.dtype in _DTYPES for one in header.values())]
+    is_repeated = len(set().union(*headers.values())) < sum(map(len, headers.values()))
+    direct = [] if is_repeated else files_to_read_past_it(known)
     return [file for file in files if file not in direct], direct_tensors(direct, wanted)
 
 

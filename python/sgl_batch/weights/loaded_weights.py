@@ -40,6 +40,8 @@ _KNOWN_UNUSED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # How often a layer is looked at that is not loaded whole when the tensors of another one come.
 _MOST_LOOKS = 3
+# In the names of the tensors whose parameters may be given another form early.
+_EXPERTS = ".experts."
 _NO_LAYER = -1
 # Of memory that a thread takes from the kernel at a time.
 _PIECE_BYTES = 16 << 20
@@ -47,7 +49,7 @@ _NUMBERED = re.compile(r"(?:^|\.)\d+\.")
 
 
 Adopt = Callable[[nn.Module, Collection[str]], None]
-"""Takes a model, and the names of parameters that are loaded. It may give them another form."""
+"""Takes a model, and the names of parameters that are loaded. It may give those of experts another form."""
 
 
 class LoadedWeights:
@@ -207,8 +209,8 @@ class _EarlyAdoption:
             yield name, weight
 
     def _check_new(self, layer: int, name: str) -> None:
-        """Refuse a tensor that would be loaded again, into a parameter that may have another form by now."""
-        if layer not in self._layers and name in self._seen[layer]:
+        """Refuse an expert's tensor that would be loaded again, into a parameter that may have another form by now."""
+        if layer not in self._layers and name in self._seen[layer] and _EXPERTS in name:
             raise ConfigError(
                 f"the checkpoint has {name} twice, in files that are read one after the other: remove the files that "
                 "its index does not name, or fetch the checkpoint anew"

@@ -188,3 +188,13 @@ def test_files_are_split_by_the_page_cache_and_by_known_formats(
     left, tensors = read_past_page_cache([strange, ours, cached], lambda name: name != "t.001")
     assert left == [strange, cached]
     assert [name for name, _ in tensors] == ["t.000", "t.002"]
+
+
+def test_files_that_have_a_tensor_again_are_left_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "files_to_read_past_it", list)
+    files = [many(tmp_path, 3), save(tmp_path / "more.safetensors", {"t.001": torch.ones(2)})]
+    left, tensors = read_past_page_cache(files, lambda _: True)
+    assert left == files
+    assert list(tensors) == []

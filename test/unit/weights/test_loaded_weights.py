@@ -339,8 +339,10 @@ def test_missing_and_unused_tensors_are_named_also_of_models_whose_layers_are_ad
         Adopted().load({**weights, "layers.0.x": torch.ones(1)}.items())
 
 
-def test_a_tensor_that_comes_again_when_its_layer_is_adopted_is_refused() -> None:
-    weights = [*checkpoint().items(), ("layers.0.experts.1", torch.ones(2, 4))]
+def test_a_tensor_that_comes_again_when_its_layer_is_adopted_is_loaded_but_for_experts() -> None:
+    weights = [*checkpoint().items(), ("layers.0.gate", torch.full((4, 4), 7.0))]
+    assert Adopted().load(weights).layers[0].gate_up.tolist()[:4] == [[7.0] * 4] * 4
+    weights += [("layers.0.experts.1", torch.ones(2, 4))]
     with pytest.raises(ConfigError, match=r"has layers\.0\.experts\.1 twice"):
         Adopted().load(weights)
 
