@@ -6,17 +6,19 @@ Programs that take their memory beside this one run as they would where the mach
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+import torch
+
+from sgl_batch.memory.huge_buffer import huge_buffer
+from sgl_batch.memory.page_advice import populate
 
 PIECE_BYTES = 128 << 20
 # Freed before others ask for it.
 AHEAD_BYTES = 1 << 30
 _LOOK_S = 0.002
-_MADV_POPULATE_WRITE = 23
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -61,12 +63,11 @@ class HeldMemory:
         """Free at least so many bytes, if it holds them, and return how many."""
         before = self.num_bytes
         while self._pieces and before - self.num_bytes < num_bytes:
-            self._pieces.pop().close()
+            self._pieces.pop()
         return before - self.num_bytes
 
 
-def _piece() -> Any:
-    memory = mmap.mmap(-1, PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.madvise(_MADV_POPULATE_WRITE)
-    return memory
+def _piece() -> torch.Tensor:
+    piece = torch.frombuffer(huge_buffer(PIECE_BYTES), dtype=torch.uint8)
+    populate(piece)
+    return piece

@@ -42,7 +42,6 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MOST_LOOKS = 3
 # In the names of the tensors whose parameters may be given another form early.
 _EXPERTS = ".experts."
-_NO_LAYER = -1
 # Of memory that a thread takes from the kernel at a time.
 _PIECE_BYTES = 16 << 20
 _NUMBERED = re.compile(r"(?:^|\.)\d+\.")
@@ -101,11 +100,17 @@ class LoadedWeights:
 
     def _may_stay_unused(self, name: str) -> bool:
         """Whether the model needs no such tensor. Layers beyond its own predict further tokens in a separate model."""
-        layer = _LAYER.search(name)
-        beyond = layer is not None and int(layer[1]) >= self._num_layers
+        layer = _layer_of(name)
+        beyond = layer is not None and layer >= self._num_layers
         tied = self._is_tied and name.endswith("lm_head.weight")
         further = beyond or tied or name.startswith("mtp.")
         return further or _KNOWN_UNUSED.search(name) is not None or self._is_elsewhere(name)
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the number of the layer in a tensor's or parameter's name; None where it names none."""
+    found = _LAYER.search(name)
+    return None if found is None else int(found[1])
 
 
 def _take_memory(parameters: Sequence[Tensor]) -> None:
@@ -121,19 +126,18 @@ class _Marks:
     """Marks the numbers of parameters as not loaded, each before a tensor can be loaded into it."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, by_layer: bool) -> None:
-        self._waiting: dict[int, list[Tensor]] = {}
+        self._waiting: dict[int | None, list[Tensor]] = {}
         for name, parameter in parameters.items():
-            layer = _LAYER.search(name) if by_layer else None
-            self._waiting.setdefault(int(layer[1]) if layer else _NO_LAYER, []).append(parameter.data)
-        self._set(_NO_LAYER)
+            self._waiting.setdefault(_layer_of(name) if by_layer else None, []).append(parameter.data)
+        self._set(None)
 
     def before(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights`, the parameters of whose layers are marked by then."""
         for name, weight in weights:
             if self._waiting:
-                layer = _LAYER.search(name)
+                layer = _layer_of(name)
                 if layer is not None:
-                    self._set(int(layer[1]))
+                    self._set(layer)
                 elif _NUMBERED.search(name):  # of whichever layer
                     self.set_all()
             yield name, weight
@@ -143,7 +147,7 @@ class _Marks:
         for layer in list(self._waiting):
             self._set(layer)
 
-    def _set(self, layer: int) -> None:
+    def _set(self, layer: int | None) -> None:
         found = self._waiting.pop(layer, [])
         _take_memory(found)
         for data in found:
@@ -178,9 +182,9 @@ class _EarlyAdoption:
         self._model, self._adopt, self._unread = model, adopt, unread
         self._layers: dict[int, dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
-            layer = None if adopt is None else _LAYER.search(name)
+            layer = None if adopt is None else _layer_of(name)
             if layer is not None:
-                self._layers.setdefault(int(layer[1]), {})[name] = parameter
+                self._layers.setdefault(layer, {})[name] = parameter
         self._looks = dict.fromkeys(self._layers, 0)
         self._seen: dict[int, set[str]] = {layer: set() for layer in self._layers}
         self._thread, self._last = ThreadPoolExecutor(1, thread_name_prefix="adopt"), Future[None]()
@@ -198,8 +202,7 @@ class _EarlyAdoption:
         """Yield `weights`. Before the first tensor of another layer, look at the one whose tensors came until then."""
         coming: int | None = None
         for name, weight in weights:
-            found = _LAYER.search(name)
-            layer = None if found is None else int(found[1])
+            layer = _layer_of(name)
             if coming is not None and layer != coming:
                 self._look_at(coming)
             coming = layer
@@ -234,8 +237,8 @@ class _EarlyAdoption:
 class _Read(Tensor):
     """A tensor of a checkpoint that removes itself from `unread` when an operator reads it, in any thread.
 
-    A view is a `_Read` too, and making one is not a use. A parameter may also take over
-    the tensor's memory without an operator; `load` compares addresses for that.
+    A view is a `_Read` too, and making one is not a use. A parameter may also take over the tensor's memory without an
+    operator; `_Unread` compares addresses for that.
     """
 
     stored_name: str
