@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from sgl_batch.memory.huge_buffer import huge_buffer
 from sgl_batch.memory.page_advice import HUGE_PAGE_BYTES, advise
 
 # Numbers of Linux that the module mmap does not name.
@@ -29,9 +30,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 def reserved(num_bytes: int) -> torch.Tensor:
     """Return untouched memory of whole huge pages, at least `num_bytes`: uint8 [bytes], which begins on a huge page."""
     size = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    whole = torch.frombuffer(mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
-    skipped = -whole.data_ptr() % HUGE_PAGE_BYTES
-    return whole[skipped : skipped + size]
+    return torch.frombuffer(huge_buffer(size), dtype=torch.uint8)
 
 
 def map_file(memory: torch.Tensor, descriptor: int, *, shared: bool) -> None:
