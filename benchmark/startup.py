@@ -34,7 +34,7 @@ from pathlib import Path
 from comparison import machine, reading
 from comparison.child import TreeUsage
 from comparison.figures import Spread, spread
-from comparison.held_memory import HeldMemory
+from comparison.held_memory import held_memory
 
 from sgl_batch.checkpoint.read_ahead import weight_files
 
@@ -158,7 +158,7 @@ def settled(held_bytes: int) -> Iterator[None]:
     """
     reading.drop_caches()
     if held_bytes:
-        with HeldMemory(held_bytes):
+        with held_memory(held_bytes):
             yield
     else:
         time.sleep(_SETTLE_S)

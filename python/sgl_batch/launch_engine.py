@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     announce("plan", parsed.plan.source)
     try:
-        WorkerServer(parsed.server_args, parsed.plan, parsed.start_method, link).serve()
+        WorkerServer(parsed, link).serve()
     except ConfigError as error:
         return _complain(link, str(error), 1, BAD_USAGE)
     except SglBatchError as error:

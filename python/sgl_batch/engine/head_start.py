@@ -8,17 +8,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from pathlib import Path
 
 from sgl_batch.sglang_adapter.child_processes import begin_fork_server
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
+from sgl_batch.startup.hardware import has_gpu_driver
 
 # What an engine's fork server imports.
 PRELOADED = ("sgl_batch.engine.process_spec", "sgl_batch.sglang_adapter.fork_server_models")
 _ENGINE = "sgl_batch.engine.engine"
 _PLATFORM = "SGLANG_PLATFORM"
-# Either is there where NVIDIA's driver is, whose imports take other ways: torch would say so too, after a second.
-_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia")
 
 
 def begin_fork_server_early() -> None:
@@ -31,6 +29,6 @@ def begin_fork_server_early() -> None:
     is_begun = _ENGINE in sys.modules
     is_begun |= os.environ.get(_PLATFORM) == CPU_PLATFORM  # in a program of ours, which forks its processes itself
     is_child = multiprocessing.parent_process() is not None
-    if is_begun or is_child or len(os.sched_getaffinity(0)) < 2 or any(Path(one).exists() for one in _DRIVERS):
+    if is_begun or is_child or len(os.sched_getaffinity(0)) < 2 or has_gpu_driver():
         return
     begin_fork_server(CPU_PLATFORM, PRELOADED)

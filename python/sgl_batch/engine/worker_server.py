@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from sgl_batch.engine import launch
 from sgl_batch.engine.control_routes import control_routes
+from sgl_batch.engine.engine_arguments import EngineArguments
 from sgl_batch.engine.line_answers import LineAnswers
 from sgl_batch.engine.line_channel import serve_lines
 from sgl_batch.engine.line_frames import Failed, Frames, FromFront, Ready
@@ -29,9 +30,7 @@ from sgl_batch.errors import EngineError
 from sgl_batch.owned_directory import remove_tree
 from sgl_batch.sglang_adapter import processes
 from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
-from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.startup.plan_inputs import plan_rates
-from sgl_batch.startup.start_plan import StartPlan
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +41,15 @@ _END_WITHIN_S = 5.0
 class WorkerServer:
     """Serves one engine in this process, from its start to its end."""
 
-    def __init__(self, server_args: ServerArgs, plan: StartPlan, start_method: str, link: ParentLink) -> None:
-        self._server_args, self._plan, self._link = server_args, plan, link
+    def __init__(self, arguments: EngineArguments, link: ParentLink) -> None:
+        self._server_args, self._plan, self._link = arguments.server_args, arguments.plan, link
+        self._memory = arguments.memory
         # The parent has made this directory for this engine alone.
         directory = Path(link.socket).parent
         # Tracebacks lie outside the parent's directory, which is removed at its end.
-        self._spec = ProcessSpec.begin(plan.config, start_method, directory, tracebacks=Path(link.directory).parent)
+        self._spec = ProcessSpec.begin(
+            arguments.config, arguments.start_method, directory, tracebacks=Path(link.directory).parent
+        )
         self._launched: processes.Launched | None = None
         self._forward = ""
 
@@ -61,7 +63,8 @@ class WorkerServer:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         signal.signal(signal.SIGHUP, lambda *_: self._end(1))
         try:
-            launched, self._forward = launch.start_tree(self._server_args, self._spec)
+            with self._memory:
+                launched, self._forward = launch.start_tree(self._server_args, self._spec)
             self._launched = launched
             threading.Thread(target=_end_all_after_parent, args=(self._link.directory,), daemon=True).start()
             # Only the parent has this key: it is on no command line and in no environment.

@@ -9,6 +9,8 @@ from sgl_batch.processor import read_processor
 
 # From the best on: what the kernels for matrix products choose by.
 _INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+# Either is there where NVIDIA's driver is.
+_DRIVERS = ("dev/nvidiactl", "proc/driver/nvidia")
 
 
 def hardware(root: Path = Path("/")) -> dict[str, object]:
@@ -28,6 +30,11 @@ def hardware(root: Path = Path("/")) -> dict[str, object]:
         ),
         "gpu": ", ".join(models) or None,
     }
+
+
+def has_gpu_driver(root: Path = Path("/")) -> bool:
+    """Return whether NVIDIA's driver is here. torch knows it too, but its import takes a second."""
+    return any((root / place).exists() for place in _DRIVERS)
 
 
 def _text(path: Path) -> str:

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # The formats whose loader reads a directory's files from end to end.
 _FORMATS = (None, "auto", "safetensors", "pt", "npcache", "gguf")
+# What a model, its files and the machine's memory may raise: the loader will say what is wrong.
+_UNKNOWN = (ImportError, OSError, ValueError, LookupError)
 
 
 def weights_ahead(
@@ -44,15 +46,29 @@ def weights_ahead(
         num_ranks: Of the engine. Several ranks of a machine have what they read in the page cache, whatever the disk.
         free: Returns the bytes of free memory.
     """
-    if model is None or weights != "resident" or load_format not in _FORMATS:
-        return ReadAhead([], 0)
+    files = resident_files(model, revision=revision, load_format=load_format, weights=weights)
     try:
-        path = Path(model) if os.path.exists(model) else cached_directory(model, revision)
-        files = [] if path is None else weight_files(path)
-        return ReadAhead(files, free() // 2, to_read=_of_slow_disk if num_ranks == 1 else list)
-    except (ImportError, OSError, ValueError, LookupError) as error:
+        return ReadAhead(files, free() // 2 if files else 0, to_read=_of_slow_disk if num_ranks == 1 else list)
+    except _UNKNOWN as error:
         logger.debug("weights are not read ahead: %s", error)
         return ReadAhead([], 0)
+
+
+def resident_files(
+    model: str | None, *, revision: str | None = None, load_format: object = None, weights: str
+) -> list[Path]:
+    """Return the files that the loader will read whole; none where it will not, or where they are not found.
+
+    Arguments as of `weights_ahead`.
+    """
+    if model is None or weights != "resident" or load_format not in _FORMATS:
+        return []
+    try:
+        path = Path(model) if os.path.exists(model) else cached_directory(model, revision)
+        return [] if path is None else weight_files(path)
+    except _UNKNOWN as error:
+        logger.debug("the model's files are not known ahead: %s", error)
+        return []
 
 
 def _of_slow_disk(files: Sequence[Path]) -> list[Path]:

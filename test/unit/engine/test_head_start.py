@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from sgl_batch.engine import head_start
 from sgl_batch.engine.process_spec import ProcessSpec
 from sgl_batch.sglang_adapter.names import CPU_PLATFORM
 
-Change = Callable[[pytest.MonkeyPatch, Path], None]
+Change = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Return the list to which the modules of each server that starts are added, as on a machine where one does."""
     found: list[tuple[str, ...]] = []
     monkeypatch.setattr(head_start, "begin_fork_server", lambda _name, modules: found.append(modules))
-    monkeypatch.setattr(head_start, "_DRIVERS", ())
+    monkeypatch.setattr(head_start, "has_gpu_driver", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
@@ -38,17 +37,17 @@ def test_the_server_imports_what_the_engines_own_would(started: list[tuple[str, 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch, _: patch.setitem(sys.modules, head_start._ENGINE, head_start),
-        lambda patch, _: patch.setattr(multiprocessing, "parent_process", lambda: "the parent"),
-        lambda patch, _: patch.setattr(os, "sched_getaffinity", lambda _: {0}),
-        lambda patch, path: patch.setattr(head_start, "_DRIVERS", (str(path),)),
-        lambda patch, _: patch.setenv("SGLANG_PLATFORM", CPU_PLATFORM),
+        lambda patch: patch.setitem(sys.modules, head_start._ENGINE, head_start),
+        lambda patch: patch.setattr(multiprocessing, "parent_process", lambda: "the parent"),
+        lambda patch: patch.setattr(os, "sched_getaffinity", lambda _: {0}),
+        lambda patch: patch.setattr(head_start, "has_gpu_driver", lambda: True),
+        lambda patch: patch.setenv("SGLANG_PLATFORM", CPU_PLATFORM),
     ],
     ids=["the engine is imported", "a child process", "a single core", "a GPU's driver", "a program that forks"],
 )
 def test_no_server_starts_early(
-    started: list[tuple[str, ...]], change: Change, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    started: list[tuple[str, ...]], change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change(monkeypatch, tmp_path)
+    change(monkeypatch)
     head_start.begin_fork_server_early()
     assert started == []

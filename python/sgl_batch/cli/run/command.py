@@ -101,7 +101,9 @@ def prepare_sglang_engine(engine_argv: Sequence[str], workload: Estimate) -> Sta
     def start() -> BatchEngine:
         from sgl_batch.engine import Engine
 
-        return Engine(server_args=arguments.server_args, start_plan=arguments.plan, start_method=arguments.start_method)
+        server_args, plan = arguments.server_args, arguments.plan
+        with arguments.memory:
+            return Engine(server_args=server_args, start_plan=plan, start_method=arguments.start_method)
 
     return start
 

@@ -1,0 +1,92 @@
+"""Owns memory that is taken before other processes need it, and freed as they take as much.
+
+A virtual machine gives its host the memory that it has not used for seconds, and has not got at all what it never used.
+The host gives it at a tenth of the rate of memory in use, so that an engine waits longer for its weights' memory than
+for their files. This module is also a program, which takes that memory while the engine's own program imports
+(`memory_holder`).
+
+What is held counts as free: the kernel takes it back wherever memory is short (MADV_FREE).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PIECE_BYTES = 64 << 20
+# Freed before others ask for it. They take it within a second, in which the host leaves most of it here.
+AHEAD_BYTES = 512 << 20
+# Linux's MADV_POPULATE_WRITE, of Linux 5.14.
+_POPULATE_WRITE = 23
+_LOOK_S = 0.002
+_MEMINFO = Path("/proc/meminfo")
+
+Until = Callable[[], bool]
+"""Whether to end; asked before each piece and each look."""
+
+
+def unused_bytes() -> int:
+    """Return the bytes of the machine's memory that nothing uses, not even as a cache."""
+    line = next(line for line in _MEMINFO.read_text(encoding="ascii").splitlines() if line.startswith("MemFree"))
+    return int(line.split()[1]) << 10
+
+
+class HeldMemory:
+    """Memory that is held for other processes. `unused` returns the bytes of memory that nothing uses."""
+
+    def __init__(self, unused: Callable[[], int] = unused_bytes) -> None:
+        self._pieces: list[mmap.mmap] = []
+        self._unused = unused
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that it holds."""
+        return len(self._pieces) * PIECE_BYTES
+
+    def take(self, num_bytes: int, until: Until = lambda: False) -> None:
+        """Hold whole pieces of at most `num_bytes` in all. Raises OSError where the kernel cannot give them."""
+        while self.num_bytes + PIECE_BYTES <= num_bytes and not until():
+            self._pieces.append(_piece())
+
+    def free_for_others(self, until: Until) -> None:
+        """Free as much as all processes together take from now on, and some ahead, until nothing is left."""
+        at_first, freed = self._unused(), 0
+        while self._pieces and not until():
+            taken = at_first + freed - self._unused()
+            freed += self.free(taken + AHEAD_BYTES - freed)
+            time.sleep(_LOOK_S)
+
+    def free(self, num_bytes: int) -> int:
+        """Free at least `num_bytes`, or all that it holds, and return how many."""
+        before = self.num_bytes
+        while self._pieces and before - self.num_bytes < num_bytes:
+            self._pieces.pop().close()
+        return before - self.num_bytes
+
+
+def _piece() -> mmap.mmap:
+    piece = mmap.mmap(-1, PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    piece.madvise(mmap.MADV_HUGEPAGE)
+    piece.madvise(_POPULATE_WRITE)
+    piece.madvise(mmap.MADV_FREE)
+    return piece
+
+
+def main() -> None:
+    """Hold as many bytes as the command line says until standard input ends, and free them for others then.
+
+    It ends when nothing is left, and with its parent.
+    """
+    held, parent = HeldMemory(), os.getppid()
+    held.take(int(sys.argv[1]), until=lambda: bool(select.select([sys.stdin], [], [], 0)[0]))
+    sys.stdin.read()
+    held.free_for_others(until=lambda: os.getppid() != parent)
+
+
+if __name__ == "__main__":
+    main()
