@@ -131,11 +131,11 @@ def expert_work(kernels: Any, shapes: Shapes, tokens_per_expert: list[int], laye
         (_weight(torch.randn(e, 2 * i, m) / m**0.5), _weight(torch.randn(e, m, i) / i**0.5)) for _ in range(layers)
     ]
     packed = [(_weight(w13), _weight(w2)) for w13, w2 in plain]
+    coded = [_coded(kernels, _weight(w13), _weight(w2)) for w13, w2 in plain]
     for w13, w2 in packed:
         kernels.pack_(w13.view(2 * e, i, m))
         kernels.pack_(w2)
     rounded = [(*_in_quads(kernels, w13, 2), *_in_quads(kernels, w2, 1)) for w13, w2 in plain]
-    coded = [_coded(kernels, _weight(w13), _weight(w2)) for w13, w2 in packed]
     ways: dict[str, tuple[Callable[..., object], Sequence[tuple[torch.Tensor, ...]], float]] = {
         "sgl_batch": (kernels.experts, packed, 2),
         LOSSLESS12: (partial(_coded_experts, kernels), coded, 1.5),
@@ -155,9 +155,9 @@ def expert_work(kernels: Any, shapes: Shapes, tokens_per_expert: list[int], laye
 
 
 def _coded(kernels: Any, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Code packed weights of experts in place, and return them with their marks."""
+    """Pack and code weights of experts in place, and return them with their marks."""
     experts, inter = len(w13), w2.shape[2]
-    return w13, w2, kernels.code_(w13.view(2 * experts, inter, -1)), kernels.code_(w2)
+    return w13, w2, kernels.pack_coded_(w13.view(2 * experts, inter, -1)), kernels.pack_coded_(w2)
 
 
 def _coded_experts(

@@ -121,6 +121,7 @@ class PackedWeights:
     def _put(self, packed: _Packed, *, int8: bool, coded: bool) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         arena = self._arena if self._arena is not None and packed.weight in self._arena else None
+        assert arena is None or not coded, "each rank codes its own experts"
         is_ours = arena is None or arena.takes(packed.weight.nbytes)
         if packed.reordered:
             _reorder(packed.weight.data, in_halves)
@@ -133,11 +134,11 @@ class PackedWeights:
                 arena.release(exact)
             packed.weight.data = rounded.view(packed.weight.shape)
             packed.in_quads = self._int8_rows
-        if is_ours:
+        if coded:
+            packed.marks = self._kernels.pack_coded_(packed.matrices)
+        elif is_ours:
             pack = self._kernels.pack_quads_ if packed.in_quads else self._kernels.pack_
             pack(packed.matrices)
-        if coded:
-            packed.marks = self._kernels.code_(packed.matrices)
         self._packed[packed.weight.data_ptr()] = packed
 
     def _take(self, packed: _Packed) -> None:

@@ -41,24 +41,32 @@ void each_matrix(at::Tensor& weight, const Each& each) {
 void pack(at::Tensor weight) { each_matrix(weight, pack_matrix); }
 void unpack(at::Tensor weight) { each_matrix(weight, unpack_matrix); }
 
+// Calls each(panel, its width, k, number of its mark, scratch), narrow panels too.
 template <typename Each>
 void each_panel(at::Tensor& weight, const Each& each) {
   check(weight, 3, "weight");
   TORCH_CHECK(weight.scalar_type() == at::kBFloat16, "weight is ", weight.scalar_type(), "; only bfloat16 has codes");
-  const int64_t n = weight.size(1), k = weight.size(2), panels = n / kPanel, marks = divide_up(n, kPanel);
+  const int64_t n = weight.size(1), k = weight.size(2), panels = divide_up(n, kPanel);
   const auto scratch = at::empty({num_threads(), kPanel * k}, weight.options());
   auto* base = static_cast<char*>(weight.data_ptr());
   run_tasks(weight.size(0) * panels, [&](int64_t index, int thread) {
     const int64_t matrix = index / panels, panel = index % panels;
-    each(base + 2 * k * (matrix * n + panel * kPanel), k, matrix * marks + panel,
+    each(base + 2 * k * (matrix * n + panel * kPanel), std::min<int64_t>(kPanel, n - panel * kPanel), k, index,
          static_cast<char*>(scratch.data_ptr()) + 2 * kPanel * k * thread);
   });
 }
 
-at::Tensor code(at::Tensor weight) {
+at::Tensor pack_coded(at::Tensor weight) {
+  TORCH_CHECK(weight.dim() != 3 || weight.size(2) % 2 == 0, "a weight of ", weight.scalar_type(), " has ", weight.size(2),
+              " inputs; packing needs an even number");
   auto marks = at::zeros({weight.size(0), divide_up(weight.size(1), kPanel)}, weight.options().dtype(at::kByte));
   auto* first = marks.data_ptr<uint8_t>();
-  each_panel(weight, [first](void* panel, int64_t k, int64_t mark, void* scratch) { first[mark] = code_panel(panel, k, scratch); });
+  each_panel(weight, [first](void* panel, int64_t width, int64_t k, int64_t mark, void* scratch) {
+    if (width == kPanel)
+      first[mark] = pack_and_code(panel, k, scratch);
+    else
+      pack_matrix(panel, width, k, DType::kBf16, scratch);
+  });
   return marks;
 }
 
@@ -73,7 +81,9 @@ const uint8_t* marks_in(const std::optional<at::Tensor>& marks, const at::Tensor
 
 void uncode(at::Tensor weight, const at::Tensor& marks) {
   const auto* first = marks_in(marks, weight, weight.size(0), weight.size(1), "weight");
-  each_panel(weight, [first](void* panel, int64_t k, int64_t mark, void* scratch) { uncode_panel(panel, k, first[mark], scratch); });
+  each_panel(weight, [first](void* panel, int64_t, int64_t k, int64_t mark, void* scratch) {
+    uncode_panel(panel, k, first[mark], scratch);
+  });
 }
 
 const int32_t* slots_in(const std::optional<at::Tensor>& slots, int64_t num_slots) {
@@ -341,7 +351,7 @@ std::string isa_names() { return runnable_isas(); }
 TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("pack_(Tensor(a!) weight) -> ()");
   library.def("unpack_(Tensor(a!) weight) -> ()");
-  library.def("code_(Tensor(a!) weight) -> Tensor");
+  library.def("pack_coded_(Tensor(a!) weight) -> Tensor");
   library.def("uncode_(Tensor(a!) weight, Tensor marks) -> ()");
   library.def(
       "experts(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, bool f32_output, Tensor? "
@@ -366,7 +376,7 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
 TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("pack_", sgl_batch::pack);
   library.impl("unpack_", sgl_batch::unpack);
-  library.impl("code_", sgl_batch::code);
+  library.impl("pack_coded_", sgl_batch::pack_coded);
   library.impl("uncode_", sgl_batch::uncode);
   library.impl("experts", sgl_batch::experts);
   library.impl("experts_up", sgl_batch::experts_up);

@@ -28,16 +28,6 @@ SGL_BATCH_CLONES uint16_t largest_exponent(const uint16_t* numbers, int64_t coun
   return largest;
 }
 
-SGL_BATCH_CLONES int64_t numbers_without_code(const uint16_t* numbers, int64_t count, uint32_t base) {
-  int64_t found = 0;
-  for (int64_t block = 0; block < count; block += kCodedBlockNumbers) {
-    uint16_t here = 0;
-    for (int64_t i = 0; i < kCodedBlockNumbers; ++i) here += above(numbers[block + i], base) >= kExponents;
-    found += here;
-  }
-  return found;
-}
-
 // The first of the kExponents exponents that most numbers have.
 uint32_t best_base(const uint16_t* numbers, int64_t count) {
   std::array<int64_t, 256> found{};
@@ -51,48 +41,51 @@ uint32_t best_base(const uint16_t* numbers, int64_t count) {
   return base;
 }
 
-SGL_BATCH_CLONES void code_blocks(const uint16_t* numbers, int64_t blocks, uint32_t base, uint16_t* to) {
-  for (int64_t block = 0; block < blocks; ++block, numbers += kCodedBlockNumbers, to += 3 * kPanel) {
-    for (int64_t i = 0; i < kPanel; ++i) to[i] = sign_and_fraction(numbers[i], numbers[kPanel + i]);
-    for (int64_t i = 0; i < kPanel; ++i)
-      to[kPanel + i] = sign_and_fraction(numbers[2 * kPanel + i], numbers[3 * kPanel + i]);
-    // Of a number without a code the list has all.
-    for (int64_t i = 0; i < kPanel; ++i) {
-      uint32_t codes = 0;
-      for (int64_t group = 0; group < 4; ++group) codes |= (above(numbers[group * kPanel + i], base) & 15u) << 4 * group;
-      to[2 * kPanel + i] = static_cast<uint16_t>(codes);
-    }
+inline void code_block(const uint16_t* numbers, uint32_t base, uint16_t* to) {
+  for (int64_t i = 0; i < kPanel; ++i) to[i] = sign_and_fraction(numbers[i], numbers[kPanel + i]);
+  for (int64_t i = 0; i < kPanel; ++i) to[kPanel + i] = sign_and_fraction(numbers[2 * kPanel + i], numbers[3 * kPanel + i]);
+  // Of a number without a code the list has all.
+  for (int64_t i = 0; i < kPanel; ++i) {
+    uint32_t codes = 0;
+    for (int64_t group = 0; group < 4; ++group) codes |= (above(numbers[group * kPanel + i], base) & 15u) << 4 * group;
+    to[2 * kPanel + i] = static_cast<uint16_t>(codes);
   }
 }
 
-void list_numbers_without_code(const uint16_t* numbers, int64_t count, uint32_t base, Uncoded* list) {
-  for (int64_t block = 0; block < count; block += kCodedBlockNumbers) {
-    if (numbers_without_code(numbers + block, kCodedBlockNumbers, base) == 0) continue;
-    for (int64_t i = block; i < block + kCodedBlockNumbers; ++i)
-      if (above(numbers[i], base) >= kExponents) *list++ = {static_cast<uint32_t>(i), numbers[i], 0};
+// Writes all codes, and the list of numbers without one if it has at most `most` of them. Returns how many there are, or more
+// than `most` as soon as there are more.
+SGL_BATCH_CLONES int64_t code_blocks(const uint16_t* numbers, int64_t blocks, uint32_t base, int64_t most, uint16_t* to, Uncoded* list) {
+  int64_t listed = 0;
+  for (int64_t block = 0; block < blocks; ++block, numbers += kCodedBlockNumbers, to += 3 * kPanel) {
+    code_block(numbers, base, to);
+    uint16_t here = 0;
+    for (int64_t i = 0; i < kCodedBlockNumbers; ++i) here += above(numbers[i], base) >= kExponents;
+    if (here == 0) continue;
+    if (listed + here > most) return listed + here;
+    for (int64_t i = 0; i < kCodedBlockNumbers; ++i)
+      if (above(numbers[i], base) >= kExponents)
+        list[listed++] = {static_cast<uint32_t>(block * kCodedBlockNumbers + i), numbers[i], 0};
   }
-  *list = {kNoPlace, 0, 0};
+  list[listed] = {kNoPlace, 0, 0};
+  return listed;
 }
 
 }  // namespace
 
-uint8_t code_panel(void* panel, int64_t k, void* scratch) {
+uint8_t code_panel(const void* packed, int64_t k, void* to) {
   const int64_t count = kPanel * k;
   if (k == 0 || k % kCodedBlockK != 0 || count >= kNoPlace) return 0;
-  const auto* own = static_cast<const uint16_t*>(panel);
+  const auto* numbers = static_cast<const uint16_t*>(packed);
+  const int64_t room = (2 * count - coded_bytes(k)) / static_cast<int64_t>(sizeof(Uncoded)) - 1;
+  const auto code = [&](uint32_t base, int64_t most) {
+    auto* list = const_cast<Uncoded*>(uncoded(to, k));
+    return code_blocks(numbers, k / kCodedBlockK, base, most, static_cast<uint16_t*>(to), list) <= most;
+  };
   // Small numbers are the rare ones of trained and of random weights.
-  uint32_t base = std::max<uint32_t>(largest_exponent(own, count), kExponents - 1) - (kExponents - 1);
-  int64_t outside = numbers_without_code(own, count, base);
-  if (outside > count / kFewWithoutCode) {
-    base = best_base(own, count);
-    outside = numbers_without_code(own, count, base);
-  }
-  if (outside >= (2 * count - coded_bytes(k)) / static_cast<int64_t>(sizeof(Uncoded))) return 0;
-  std::memcpy(scratch, panel, static_cast<size_t>(2 * count));
-  const auto* numbers = static_cast<const uint16_t*>(scratch);
-  code_blocks(numbers, k / kCodedBlockK, base, static_cast<uint16_t*>(panel));
-  list_numbers_without_code(numbers, count, base, const_cast<Uncoded*>(uncoded(panel, k)));
-  return static_cast<uint8_t>(base + 1);
+  uint32_t base = std::max<uint32_t>(largest_exponent(numbers, count), kExponents - 1) - (kExponents - 1);
+  if (code(base, std::min(room, count / kFewWithoutCode))) return static_cast<uint8_t>(base + 1);
+  base = best_base(numbers, count);
+  return code(base, room) ? static_cast<uint8_t>(base + 1) : 0;
 }
 
 void uncode_panel(void* panel, int64_t k, uint8_t mark, void* scratch) {

@@ -18,12 +18,32 @@ constexpr int64_t kMostKeptBytes = 512 << 10;
 constexpr float kLargestI8 = 127.0f;
 
 // A panel is an array of words: a pair of bf16 or int8 along k, or one f32.
-template <typename Word>
-void pack_panel(const Word* from, Word* to, int64_t width, int64_t steps) {
+void pack_panel(const uint32_t* from, uint32_t* to, int64_t width, int64_t steps) {
+  isa().transpose_words(from, steps * 4, width, steps, to, width * 4);
+}
+void unpack_panel(const uint32_t* from, uint32_t* to, int64_t width, int64_t steps) {
+  isa().transpose_words(from, width * 4, steps, width, to, steps * 4);
+}
+void pack_panel(const uint16_t* from, uint16_t* to, int64_t width, int64_t steps) {
   for (int64_t first = 0; first < steps; first += kStepsAtOnce) {
     const int64_t last = std::min(first + kStepsAtOnce, steps);
     for (int64_t column = 0; column < width; ++column)
       for (int64_t step = first; step < last; ++step) to[step * width + column] = from[column * steps + step];
+  }
+}
+void unpack_panel(const uint16_t* from, uint16_t* to, int64_t width, int64_t steps) {
+  for (int64_t column = 0; column < width; ++column)
+    for (int64_t step = 0; step < steps; ++step) to[column * steps + step] = from[step * width + column];
+}
+
+// A panel of full width. Its rows are more streams than a core foresees: the bytes behind it are asked for while it is read.
+void pack_and_fetch_next(const uint32_t* from, int64_t steps, uint32_t* to) {
+  constexpr int64_t kLine = 64 / sizeof(uint32_t);
+  const uint32_t* next = from + kPanel * steps;
+  for (int64_t first = 0; first < steps; first += kStepsAtOnce) {
+    const int64_t count = std::min(kStepsAtOnce, steps - first);
+    for (int64_t word = 0; word < kPanel * count; word += kLine) __builtin_prefetch(next + first * kPanel + word, 0, 2);
+    isa().transpose_words(from + first, steps * 4, kPanel, count, to + first * kPanel, kPanel * 4);
   }
 }
 
@@ -67,8 +87,7 @@ void pack_words(void* matrix, int64_t n, int64_t steps, void* scratch) {
 template <typename Word>
 void unpack_words(void* matrix, int64_t n, int64_t steps, void* scratch) {
   each_panel<Word>(matrix, n, steps, scratch, [](const Word* from, Word* to, int64_t width, int64_t count) {
-    for (int64_t column = 0; column < width; ++column)
-      for (int64_t step = 0; step < count; ++step) to[column * count + step] = from[step * width + column];
+    unpack_panel(from, to, width, count);
   });
 }
 
@@ -90,6 +109,14 @@ void pack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch)
     pack_words<uint16_t>(matrix, n, k / 2, scratch);
   else
     pack_words<uint32_t>(matrix, n, dtype == DType::kBf16 ? k / 2 : k, scratch);
+}
+
+uint8_t pack_and_code(void* panel, int64_t k, void* scratch) {
+  const size_t num_bytes = sizeof(uint16_t) * kPanel * static_cast<size_t>(k);
+  pack_and_fetch_next(static_cast<const uint32_t*>(panel), k / 2, static_cast<uint32_t*>(scratch));
+  const uint8_t mark = code_panel(scratch, k, panel);
+  if (mark == 0) std::memcpy(panel, scratch, num_bytes);
+  return mark;
 }
 
 void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch) {

@@ -11,6 +11,9 @@ namespace sgl_batch {
 void pack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch);
 void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch);
 
+// Packs a plain panel of bf16, of full width, in place, and codes it; returns what code_panel does.
+uint8_t pack_and_code(void* panel, int64_t k, void* scratch);
+
 // Packs rows of a plain matrix that begin with a panel and, but at its end, make whole ones; from bf16 or f32, also to int8:
 // each row then has a scale, by which its largest number is 127 (1 for a row of zeros).
 void pack_rows(const void* plain, DType from, int64_t rows, int64_t k, void* packed, DType to, float* scales);

@@ -36,9 +36,16 @@ void decode_plainly(const void* blocks, int64_t count, uint32_t base, uint16_t* 
       }
 }
 
+// As gemm.h has it.
+void transpose_plainly(const void* from, int64_t from_stride, int64_t rows, int64_t words, void* to, int64_t to_stride) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < words; ++j)
+      std::memcpy(static_cast<char*>(to) + j * to_stride + i * 4, static_cast<const char*>(from) + i * from_stride + j * 4, 4);
+}
+
 }  // namespace
 
-// The tiles for panels of int8 and for coded ones take their widening and decoding from here. These need no AVX512.
+// The tiles for panels of int8 and for coded ones take their widening and decoding from here, and packing its transposing. These need no AVX512.
 constinit const Isa kAvx512Bf16{
     .name = "widening and decoding alone",
     .bf16_pairs = true,
@@ -55,6 +62,8 @@ constinit const Isa kAvx512Bf16{
         },
     .decode = decode_plainly,
     .scale_columns = nullptr,
+    .choose = nullptr,
+    .transpose_words = transpose_plainly,
 };
 
 const Isa& isa() {
@@ -264,8 +273,8 @@ void check_coded(int64_t k) {
 void check_tiles_of_a_panel(int64_t k) {
   const Case given(k, 6, false);
   const auto plain = reinterpret_cast<const uint16_t*>(given.panel.data());
-  std::vector<uint16_t> panel(plain, plain + k * kPanel), scratch(panel.size());
-  const uint8_t mark = code_panel(panel.data(), k, scratch.data());
+  std::vector<uint16_t> panel(static_cast<size_t>(k * kPanel));
+  const uint8_t mark = code_panel(plain, k, panel.data());
   expect(mark != 0, "a panel of normal numbers is coded");
   for (const bool is_coded : {false, true})
     for (int64_t tiles = 1; tiles <= 6; ++tiles) {

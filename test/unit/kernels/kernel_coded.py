@@ -58,10 +58,9 @@ class CodedWeight:
 
     def __init__(self, weight: torch.Tensor, *, halves: int = 1) -> None:
         batch, n, k = weight.shape
-        self.packed = weight.bfloat16()
+        self.packed, self.coded = weight.bfloat16(), weight.bfloat16().clone()
         kernels.pack_(self._matrices(self.packed, halves))
-        self.coded = self.packed.clone()
-        self.marks = kernels.code_(self._matrices(self.coded, halves))
+        self.marks = kernels.pack_coded_(self._matrices(self.coded, halves))
         self._halves, self.shape = halves, (batch * halves, n // halves, k)
 
     @staticmethod
@@ -114,7 +113,7 @@ def refused_cases() -> Iterator[Check]:
     choice = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)
     w2 = torch.zeros(2, 32, 32)
     refused: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("only bfloat16 has codes", lambda: kernels.code_(weight.float())),
+        ("only bfloat16 has codes", lambda: kernels.pack_coded_(weight.float())),
         ("one for each of 2 panels of 2 matrices", lambda: kernels.uncode_(weight, torch.zeros(3, dtype=torch.uint8))),
         (
             "w13 is Float with marks of coded bfloat16",
