@@ -64,7 +64,7 @@ def unpack_(weight: torch.Tensor) -> None:
 
 
 def pack_coded_(weight: torch.Tensor) -> torch.Tensor:
-    """Pack plain matrices [B, N, K] of bf16 in place, K even, and code whole panels by 12 bits for each number, without loss.
+    """Pack plain matrices [B, N, K] of bf16 in place, K even, and code whole panels: 12 bits a number, no loss.
 
     Returns a mark for each panel, uint8 [B, N / 32, rounded up]: 0 for one that is packed only, since too many of its
     numbers have exponents of their own or K is no multiple of 4. `experts` needs the marks beside the weight.
@@ -107,8 +107,8 @@ def experts(
     `w13_bias` [E, 2I], gates first, and `w2_bias` [E, M], float32, are added to the products. With `alpha` and `limit`
     an expert computes g * sigmoid(alpha * g) * (u + 1) in place of SiLU(gate) * up, where g is gate up to limit, and u
     is up between -limit and limit.
-    `w13_marks` [2E, panels of I] and `w2_marks` [E, panels of M] are those that `pack_coded_` returned where it has coded the
-    weight; results have the bits of the weight as it was.
+    `w13_marks` [2E, panels of I] and `w2_marks` [E, panels of M] are those that `pack_coded_` returned where it has packed
+    the weight; results have the bits of the weight as it was.
     """
     out: tuple[torch.Tensor, torch.Tensor] = _ops.experts(
         x_TM,
