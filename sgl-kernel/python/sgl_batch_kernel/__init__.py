@@ -107,8 +107,8 @@ def experts(
     `w13_bias` [E, 2I], gates first, and `w2_bias` [E, M], float32, are added to the products. With `alpha` and `limit`
     an expert computes g * sigmoid(alpha * g) * (u + 1) in place of SiLU(gate) * up, where g is gate up to limit, and u
     is up between -limit and limit.
-    `w13_marks` [2E, panels of I] and `w2_marks` [E, panels of M] are those that `pack_coded_` returned where it has packed
-    the weight; results have the bits of the weight as it was.
+    `w13_marks` [2E, panels of I] and `w2_marks` [E, panels of M] are those that `pack_coded_` returned where it has
+    packed the weight; results have the bits of the weight as it was.
     """
     out: tuple[torch.Tensor, torch.Tensor] = _ops.experts(
         x_TM,
