@@ -48,6 +48,7 @@ from sgl_batch.sglang_adapter.types.models import (
     Router,
 )
 from sgl_batch.weights.expert_slots import ExpertSlots
+from sgl_batch.weights.loaded_weights import Copy
 from sgl_batch.weights.streamed_weights import stream_experts
 from sgl_batch.weights.weight_streamer import WeightStreamer
 
@@ -162,6 +163,11 @@ class CpuOperators:
             return 0
         slots, is_fitted = self._streamer.slots, self.fitted_streamer is not None
         return slots.staging_bytes + (self._streamer.bytes_to_stream if is_fitted else slots.tensors.num_bytes)
+
+    @property
+    def copy(self) -> Copy | None:
+        """What copies large weights while they are loaded; None for torch."""
+        return None if self._kernels is None else self._kernels.copy_past_caches_
 
     @property
     def rounds_to_int8(self) -> bool:

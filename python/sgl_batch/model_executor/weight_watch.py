@@ -32,6 +32,7 @@ def weight_watch(
         else _never,
         by_layer=_is_known if rank_context is None else lambda _: False,
         adopt=operators.adopt_experts if operators is not None and resident else None,
+        copy=None if operators is None else operators.copy,
     )
     if rank_context is None or operators is None:
         return watch

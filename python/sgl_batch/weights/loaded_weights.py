@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import get_ident
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +45,16 @@ _MOST_LOOKS = 3
 _EXPERTS = ".experts."
 # Of memory that a thread takes from the kernel at a time.
 _PIECE_BYTES = 16 << 20
+# Of tensors that are no longer in the caches when their parameter is read again.
+_LARGE_BYTES = 1 << 20
 _NUMBERED = re.compile(r"(?:^|\.)\d+\.")
 
 
 Adopt = Callable[[nn.Module, Collection[str]], None]
 """Takes a model, and the names of parameters that are loaded. It may give those of experts another form."""
+
+Copy = Callable[[Tensor, Tensor], None]
+"""Copies to the first tensor from the second; they have the same shape and dtype, and are contiguous on the CPU."""
 
 
 class LoadedWeights:
@@ -58,7 +64,8 @@ class LoadedWeights:
     input embedding. `by_layer`: whether a model's layers are loaded from tensors of these layers, by number, and by
     this rank alone. Then a layer's memory, which is new, is first written to when its weights come: until then the
     next weights can be read. And what it holds is given to `adopt` once it is whole, in a thread of its own, while the
-    next layer is loaded: rounded weights never take the memory of all exact ones.
+    next layer is loaded: rounded weights never take the memory of all exact ones. `copy`: copies large tensors in place
+    of torch.
     """
 
     def __init__(
@@ -69,9 +76,10 @@ class LoadedWeights:
         is_elsewhere: Callable[[str], bool],
         by_layer: Callable[[nn.Module], bool] = lambda _: False,
         adopt: Adopt | None = None,
+        copy: Copy | None = None,
     ) -> None:
         self._num_layers, self._is_tied, self._is_elsewhere = num_layers, is_tied, is_elsewhere
-        self._by_layer, self._adopt = by_layer, adopt
+        self._by_layer, self._adopt, self._copy = by_layer, adopt, copy
 
     def load(
         self,
@@ -85,7 +93,7 @@ class LoadedWeights:
             for name, one in model.named_parameters()
             if not _COMPUTED.search(name) and (one.is_floating_point() or not _OPTIONAL.search(name))
         }
-        by_layer, unread = self._by_layer(model), _Unread()
+        by_layer, unread = self._by_layer(model), _Unread(self._copy)
         marks = _Marks(parameters, by_layer=by_layer)
         with _EarlyAdoption(model, parameters, self._adopt if by_layer else None, unread) as early:
             load_weights(_Read.over(marks.before(early.between(weights)), unread))
@@ -156,8 +164,12 @@ class _Marks:
 
 @dataclass(slots=True)
 class _Unread:
-    """The addresses of tensors that nobody has read yet, by name, and the threads that have read any."""
+    """The addresses of tensors that nobody has read yet, by name, and the threads that have read any.
 
+    `copy`: copies large ones, if not torch.
+    """
+
+    copy: Copy | None = None
     addresses: dict[str, int] = field(default_factory=dict)
     readers: set[int] = field(default_factory=set)
 
@@ -265,7 +277,7 @@ class _Read(Tensor):
         for one in read:
             one.unread.readers.add(get_ident())
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            result = _call(func, args, kwargs, read[0].unread.copy if read else None)
         if isinstance(result, Tensor) and any(_is_same_memory(result, one) for one in read):
             return _noting(result, read[0].stored_name, read[0].unread)
         if isinstance(result, (list, tuple)) and all(isinstance(one, Tensor) for one in result):
@@ -286,6 +298,31 @@ _READING = (
     Tensor.__bool__,
     Tensor.__setitem__,
 )
+
+
+def _call(
+    func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], copy: Copy | None
+) -> object:
+    """Call an operator, or in place of one that copies a large tensor, `copy`."""
+    if copy is None or func is not Tensor.copy_ or kwargs or not _are_of_copy(args):
+        return func(*args, **kwargs)
+    to, source = args
+    copy(to, source)
+    return to
+
+
+def _are_of_copy(args: Sequence[object]) -> TypeGuard[tuple[Tensor, Tensor]]:
+    """Return whether the arguments of `Tensor.copy_` are those of a `Copy`, and large."""
+    to, source, *more = args
+    if more or not (isinstance(to, Tensor) and isinstance(source, Tensor)):
+        return False
+    return (
+        to.nbytes >= _LARGE_BYTES
+        and (to.shape, to.dtype) == (source.shape, source.dtype)
+        and to.device.type == source.device.type == "cpu"
+        and to.is_contiguous()
+        and source.is_contiguous()
+    )
 
 
 def _noting(tensor: Tensor, name: str, unread: _Unread) -> _Read:

@@ -26,6 +26,8 @@ _LEAST_BYTES = 256 << 20
 # Read by one call, because a thread that Python makes wait between calls would seem a slow disk.
 _PROBED_BYTES = 128 << 20
 _PROBE_BUFFER_BYTES = 2 << 20
+# By the number of a disk: read once for this process and those that are forked from it.
+_rates: dict[int, float] = {}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -66,8 +68,18 @@ def cached_share(file: Path) -> float:
 
 
 def direct_rate(files: Sequence[Path]) -> float:
-    """Return the bytes per second at which the first 128 MiB of the largest file are read past the page cache."""
+    """Return the bytes per second at which the disk of the largest file is read past the page cache.
+
+    These are the file's first 128 MiB. A disk is asked once.
+    """
     file = max(files, key=lambda one: one.stat().st_size)
+    disk = file.stat().st_dev
+    if disk not in _rates:
+        _rates[disk] = _rate_of(file)
+    return _rates[disk]
+
+
+def _rate_of(file: Path) -> float:
     buffer = huge_buffer(_PROBE_BUFFER_BYTES)
     whole = min(_PROBED_BYTES, file.stat().st_size) // _PROBE_BUFFER_BYTES
     descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)

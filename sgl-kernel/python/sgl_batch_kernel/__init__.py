@@ -14,7 +14,7 @@ from .token_choice import mask_tokens as mask_tokens
 from .token_choice import penalize_repetition as penalize_repetition
 from .token_choice import sample as sample
 
-INTERFACE = 11
+INTERFACE = 12
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -76,6 +76,14 @@ def pack_coded_(weight: torch.Tensor) -> torch.Tensor:
 def uncode_(weight: torch.Tensor, marks: torch.Tensor) -> None:
     """Undo the codes of `pack_coded_`; what is left is as after `pack_`."""
     _ops.uncode_(weight, marks)
+
+
+def copy_past_caches_(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` to a tensor of the same shape and number type, both contiguous, leaving the caches to others.
+
+    For large tensors that are not read soon. The two do not overlap.
+    """
+    _ops.copy_past_caches_(to, source)
 
 
 def experts(

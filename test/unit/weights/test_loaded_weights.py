@@ -93,6 +93,27 @@ def test_a_checkpoint_that_fits_loads_unchanged(threads: bool) -> None:
         assert layer.attn.k_scale.item() == 1.0
 
 
+def test_large_tensors_are_copied_by_what_is_given_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_weights, "_LARGE_BYTES", 2 * 4 * 4)  # of an expert
+    copied: list[tuple[int, ...]] = []
+
+    def copy(to: Tensor, source: Tensor) -> None:
+        copied.append(tuple(source.shape))
+        to[:] = source + 1
+
+    weights = checkpoint()
+    for layer in range(NUM_LAYERS):
+        weights[f"layers.{layer}.experts.0"] = weights[f"layers.{layer}.experts.0"].t().contiguous().t()
+        weights[f"layers.{layer}.experts.2"] = weights[f"layers.{layer}.experts.2"].double()
+    model = Model(torch.float32)
+    watch = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, copy=copy)
+    watch.load(model, weights.items(), model.load_weights)
+    assert copied == [(4, 4), (2, 4)] * NUM_LAYERS, "strided tensors and those of other types are torch's"
+    for number, layer in enumerate(model.layers):
+        for expert, more in enumerate((0, 1, 0)):
+            assert torch.equal(layer.experts[expert], (weights[f"layers.{number}.experts.{expert}"] + more).float())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("absent", "names"),

@@ -37,9 +37,17 @@ def test_the_share_of_a_file_in_the_page_cache_is_counted(tmp_path: Path) -> Non
     assert cached_share(sparse(tmp_path, "4", 0)) == 1.0
 
 
-def test_a_disk_is_read_past_the_page_cache_to_find_its_rate(tmp_path: Path) -> None:
+def test_a_disk_is_read_past_the_page_cache_to_find_its_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_cache, "_rates", {})
     files = [make(tmp_path, "small", 100), make(tmp_path, "large", 5 * MIB)]
     assert direct_rate(files) > 0
+
+
+def test_a_disk_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([2e9, 1e9])
+    monkeypatch.setattr(page_cache, "_rates", {})
+    monkeypatch.setattr(page_cache, "_rate_of", lambda _: next(rates))
+    assert [direct_rate([make(tmp_path, name, 100)]) for name in ("1", "2")] == [2e9, 2e9]
 
 
 @pytest.fixture
