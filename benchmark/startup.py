@@ -12,7 +12,8 @@ memory is taken. The load rate is that of the phase in which the model is made a
 
 A virtual machine may give free memory back to its host seconds after it was used, and gets it again slowly; then new
 memory is what a cold start waits for. With --hold-memory so much is held, and freed as a program takes memory: it then
-starts as on a machine that keeps its memory. New memory is then measured that way too.
+starts as on a machine that keeps its memory. New memory is then measured that way too. Hold more than twice the
+weights: the command takes memory for them while it imports, and frees it for the engine.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from runners.cpu_rates import large_reads
 from kernel_rates.memory_probe import line_exchange
 from kernel_rates.shapes import Shapes
 from kernel_rates.work import Work
-from sgl_batch.layers.int8_weights import to_int8
+from sgl_batch.layers.int8_weights import int8_room
 from sgl_batch.layers.moe.cpu_experts import combined_experts
 from sgl_batch.memory.huge_pages import prefer_huge_pages
 
@@ -83,7 +83,7 @@ def linear_work(kernels: Any, shapes: Shapes, rows: list[int]) -> Iterator[Work]
 
 def _int8_linear_work(kernels: Any, table: str, plain: list[torch.Tensor], rows: list[int]) -> Iterator[Work]:
     """Return the same layers in int8; the output projection stays as it is."""
-    rounded = [to_int8(weight[None]) for weight in plain]
+    rounded = [_rounded(kernels, weight[None]) for weight in plain]
     for weight, _ in rounded:
         kernels.pack_quads_(weight)
     n, k = plain[0].shape
@@ -172,9 +172,16 @@ def _coded_experts(
     return kernels.experts(x, w13, w2, *routing, w13_marks=w13_marks, w2_marks=w2_marks)
 
 
+def _rounded(kernels: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights [B, N, K] in int8, and their scales."""
+    rounded, scales = int8_room(weight.shape)
+    kernels.round_to_int8_(weight, rounded, scales)
+    return rounded, scales
+
+
 def _in_quads(kernels: Any, weight: torch.Tensor, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights of experts in int8, packed, each half of the outputs by itself, and their scales."""
-    rounded, scales = to_int8(weight)
+    rounded, scales = _rounded(kernels, weight)
     kernels.pack_quads_(rounded.view(halves * len(weight), -1, weight.shape[2]))
     return rounded, scales
 

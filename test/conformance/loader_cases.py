@@ -11,8 +11,15 @@ import torch
 from sgl_batch_kernel import pack_
 from sgl_batch_kernel.expert_loader import start_expert_loader
 
-from sgl_batch.layers.int8_weights import to_int8
 from sgl_batch.layers.moe.clamped_experts import alternating
+
+
+def _rounded(weight_BNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight in int8 and the scales of its outputs [B, N], by the definition."""
+    exact = weight_BNK.float()
+    scales = exact.abs().amax(-1) / 127
+    scales[scales == 0] = 1.0
+    return (exact / scales[..., None]).round().clamp(-127, 127).to(torch.int8), scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ class Packed:
     def of(cls, stored: Stored, dtype: torch.dtype) -> Packed:
         """Return slots with each expert in the slot of its id, packed by the operators for resident weights."""
         (w13, w13_scales), (w2, w2_scales) = (
-            to_int8(plain) if dtype == torch.int8 else (plain.clone(), None) for plain in (stored.w13, stored.w2)
+            _rounded(plain) if dtype == torch.int8 else (plain.clone(), None) for plain in (stored.w13, stored.w2)
         )
         experts, hidden, inter = w2.shape
         pack_(w13.view(2 * experts, inter, hidden))

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from int8_reference import product
-
-from sgl_batch.layers.int8_weights import to_int8
+from int8_reference import product, rounded_rows
 
 
 @contextmanager
@@ -26,8 +24,8 @@ def int8_products(*exact_outputs: int) -> Iterator[None]:
         if len(weight) in exact_outputs:
             return plain(rows, weight, bias)
         if weight.data_ptr() not in kept:
-            rounded, scales = to_int8(weight.detach()[None])
-            kept[weight.data_ptr()] = rounded[0], scales[0]
+            rounded, scales = rounded_rows(weight.detach())
+            kept[weight.data_ptr()] = rounded.to(torch.int8), scales[:, 0]
         out = product(rows.flatten(0, -2), *kept[weight.data_ptr()]).view(*rows.shape[:-1], -1)
         return (out if bias is None else out + bias).to(rows.dtype)
 

@@ -17,7 +17,7 @@ import torch
 from sgl_batch.distributed.shared_arena import SharedArena
 from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.column_split import ColumnSplit, PassSplit
-from sgl_batch.layers.int8_weights import from_int8, int8_room, new_tensor, to_int8
+from sgl_batch.layers.int8_weights import from_int8, int8_room, new_tensor
 from sgl_batch.layers.moe import cpu_experts
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
 
@@ -129,7 +129,7 @@ class PackedWeights:
             exact = packed.matrices
             rounded, packed.scales = int8_room(exact.shape, new_tensor if arena is None else arena.empty)
             if is_ours:
-                to_int8(exact, (rounded, packed.scales))
+                self._kernels.round_to_int8_(exact, rounded, packed.scales)
             if is_ours and arena is not None:
                 arena.release(exact)
             packed.weight.data = rounded.view(packed.weight.shape)

@@ -41,6 +41,24 @@ void each_matrix(at::Tensor& weight, const Each& each) {
 void pack(at::Tensor weight) { each_matrix(weight, pack_matrix); }
 void unpack(at::Tensor weight) { each_matrix(weight, unpack_matrix); }
 
+void round_to_int8(const at::Tensor& weight, at::Tensor rounded, at::Tensor scales) {
+  check(weight, 3, "weight");
+  const DType dtype = dtype_of(weight, "weight");
+  const int64_t rows = weight.size(0) * weight.size(1), k = weight.size(2);
+  TORCH_CHECK(rounded.is_contiguous() && rounded.scalar_type() == at::kChar && rounded.sizes() == weight.sizes(), "rounded is ",
+              rounded.scalar_type(), rounded.sizes(), "; use contiguous int8 ", weight.sizes());
+  TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == at::kFloat && scales.numel() == rows, "scales are ",
+              scales.scalar_type(), scales.sizes(), "; use contiguous float32, one for each of ", rows, " outputs");
+  const auto scratch = at::empty({num_threads(), k}, at::kFloat);
+  const auto* from = static_cast<const char*>(weight.data_ptr());
+  auto* to = rounded.data_ptr<int8_t>();
+  auto *exact = scratch.data_ptr<float>(), *scale = scales.data_ptr<float>();
+  run_tasks(divide_up(rows, kPanel), [&](int64_t panel, int thread) {
+    for (int64_t row = panel * kPanel; row < std::min((panel + 1) * kPanel, rows); ++row)
+      scale[row] = round_row(from + row * k * static_cast<int64_t>(size_of(dtype)), dtype, k, exact + thread * k, to + row * k);
+  });
+}
+
 // Calls each(panel, its width, k, number of its mark, scratch), narrow panels too.
 template <typename Each>
 void each_panel(at::Tensor& weight, const Each& each) {
@@ -351,6 +369,7 @@ std::string isa_names() { return runnable_isas(); }
 TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("pack_(Tensor(a!) weight) -> ()");
   library.def("unpack_(Tensor(a!) weight) -> ()");
+  library.def("round_to_int8_(Tensor weight, Tensor(a!) rounded, Tensor(b!) scales) -> ()");
   library.def("pack_coded_(Tensor(a!) weight) -> Tensor");
   library.def("uncode_(Tensor(a!) weight, Tensor marks) -> ()");
   library.def(
@@ -376,6 +395,7 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
 TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("pack_", sgl_batch::pack);
   library.impl("unpack_", sgl_batch::unpack);
+  library.impl("round_to_int8_", sgl_batch::round_to_int8);
   library.impl("pack_coded_", sgl_batch::pack_coded);
   library.impl("uncode_", sgl_batch::uncode);
   library.impl("experts", sgl_batch::experts);

@@ -1,6 +1,7 @@
 #include "packing.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -24,7 +25,22 @@ void pack_panel(const uint32_t* from, uint32_t* to, int64_t width, int64_t steps
 void unpack_panel(const uint32_t* from, uint32_t* to, int64_t width, int64_t steps) {
   isa().transpose_words(from, width * 4, steps, width, to, steps * 4);
 }
+// Two columns side by side are a word of 4 bytes.
+void pack_pairs_of_columns(const uint16_t* from, uint16_t* to, int64_t steps) {
+  constexpr int64_t kPairs = kPanel / 2, kSteps = 4 * kStepsAtOnce;
+  uint32_t pairs[kPairs * kSteps];
+  for (int64_t first = 0; first < steps; first += kSteps) {
+    const int64_t count = std::min(kSteps, steps - first);
+    for (int64_t pair = 0; pair < kPairs; ++pair) {
+      const uint16_t* even = from + 2 * pair * steps + first;
+      isa().zip_halves(even, even + steps, count, reinterpret_cast<uint16_t*>(pairs + pair * kSteps));
+    }
+    isa().transpose_words(pairs, kSteps * 4, kPairs, count, to + first * kPanel, kPanel * 2);
+  }
+}
+
 void pack_panel(const uint16_t* from, uint16_t* to, int64_t width, int64_t steps) {
+  if (width == kPanel) return pack_pairs_of_columns(from, to, steps);
   for (int64_t first = 0; first < steps; first += kStepsAtOnce) {
     const int64_t last = std::min(first + kStepsAtOnce, steps);
     for (int64_t column = 0; column < width; ++column)
@@ -54,12 +70,22 @@ void pack_panels(const void* plain, int64_t rows, int64_t steps, void* packed) {
                std::min<int64_t>(kPanel, rows - first), steps);
 }
 
+// The largest bits of numbers without their signs, which are those of the largest number, or of a NaN if there is one.
+SGL_BATCH_CLONES float largest_of(const float* row, int64_t k) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(row[i]) & 0x7fffffffu);
+  return std::bit_cast<float>(largest);
+}
+
 // One row to int8; returns its scale.
 SGL_BATCH_CLONES float round_row(const float* row, int64_t k, int8_t* to) {
-  float largest = 0.0f;
-  for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::fabs(row[i]));
+  const float share = largest_of(row, k) / kLargestI8;
+  if (!std::isfinite(share)) {  // then so are all products with the row
+    std::memset(to, 0, static_cast<size_t>(k));
+    return share;
+  }
   // Of numbers so small that their scale would be nothing, too, nothing is left.
-  const float share = largest / kLargestI8, scale = share == 0.0f ? 1.0f : share;
+  const float scale = share == 0.0f ? 1.0f : share;
   for (int64_t i = 0; i < k; ++i)
     to[i] = static_cast<int8_t>(std::clamp(std::nearbyint(row[i] / scale), -kLargestI8, kLargestI8));
   return scale;
@@ -111,6 +137,11 @@ void pack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch)
     pack_words<uint32_t>(matrix, n, dtype == DType::kBf16 ? k / 2 : k, scratch);
 }
 
+float round_row(const void* row, DType dtype, int64_t k, float* exact, int8_t* to) {
+  read_row(exact, row, dtype, k);
+  return round_row(exact, k, to);
+}
+
 uint8_t pack_and_code(void* panel, int64_t k, void* scratch) {
   const size_t num_bytes = sizeof(uint16_t) * kPanel * static_cast<size_t>(k);
   pack_and_fetch_next(static_cast<const uint32_t*>(panel), k / 2, static_cast<uint32_t*>(scratch));
@@ -135,8 +166,7 @@ void pack_rows(const void* plain, DType from, int64_t rows, int64_t k, void* pac
     const int64_t width = std::min<int64_t>(kPanel, rows - first);
     for (int64_t column = 0; column < width; ++column) {
       const char* at = static_cast<const char*>(plain) + (first + column) * k * static_cast<int64_t>(size_of(from));
-      read_row(row.data(), at, from, k);
-      scales[first + column] = round_row(row.data(), k, rounded.data() + column * k);
+      scales[first + column] = round_row(at, from, k, row.data(), rounded.data() + column * k);
     }
     pack_panels<uint16_t>(rounded.data(), width, k / 2, static_cast<char*>(packed) + first * k);
   }

@@ -14,8 +14,12 @@ void unpack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratc
 // Packs a plain panel of bf16, of full width, in place, and codes it; returns what code_panel does.
 uint8_t pack_and_code(void* panel, int64_t k, void* scratch);
 
-// Packs rows of a plain matrix that begin with a panel and, but at its end, make whole ones; from bf16 or f32, also to int8:
-// each row then has a scale, by which its largest number is 127 (1 for a row of zeros).
+// Rounds a row of bf16 or f32 to int8, its largest number to 127, and returns its scale: 1 for a row of zeros. `exact`: scratch of
+// k floats.
+float round_row(const void* row, DType dtype, int64_t k, float* exact, int8_t* to);
+
+// Packs rows of a plain matrix that begin with a panel and, but at its end, make whole ones; from bf16 or f32, also to int8,
+// as round_row does.
 void pack_rows(const void* plain, DType from, int64_t rows, int64_t k, void* packed, DType to, float* scales);
 
 // A panel of full width, and the tile that takes it. The first tile may keep the numbers in `spare` for those that follow.

@@ -19,27 +19,35 @@ void each_number(int64_t width, int64_t k, Move move) {
 // What is added goes around at the end of a byte: added again, it is taken back.
 int8_t shifted(int8_t number) { return static_cast<int8_t>(static_cast<uint8_t>(number) ^ kUnsignedShift); }
 
+// Calls move(from, to, width) for each panel and a copy of it.
 template <typename Move>
 void each_panel(int8_t* matrix, int64_t n, int64_t k, int8_t* scratch, Move move) {
   for (int64_t first = 0; first < n; first += kPanel) {
     const int64_t width = std::min<int64_t>(kPanel, n - first);
     int8_t* panel = matrix + first * k;
     std::memcpy(scratch, panel, static_cast<size_t>(width * k));
-    each_number(width, k, [&](int64_t plain, int64_t packed) { move(scratch, panel, plain, packed); });
+    move(scratch, panel, width);
   }
+}
+
+// Of full width, of whole quads, which are words of 4 bytes.
+void pack_words(const int8_t* from, int64_t k, int8_t* to) {
+  isa().transpose_words(from, k, kPanel, k / kQuad, to, kPanel * kQuad);
+  for (int64_t i = 0; i < kPanel * k; ++i) to[i] = shifted(to[i]);
 }
 
 }  // namespace
 
 void pack_quads(int8_t* matrix, int64_t n, int64_t k, int8_t* scratch) {
-  each_panel(matrix, n, k, scratch, [](const int8_t* from, int8_t* to, int64_t plain, int64_t packed) {
-    to[packed] = shifted(from[plain]);
+  each_panel(matrix, n, k, scratch, [k](const int8_t* from, int8_t* to, int64_t width) {
+    if (width == kPanel && k % kQuad == 0) return pack_words(from, k, to);
+    each_number(width, k, [&](int64_t plain, int64_t packed) { to[packed] = shifted(from[plain]); });
   });
 }
 
 void unpack_quads(int8_t* matrix, int64_t n, int64_t k, int8_t* scratch) {
-  each_panel(matrix, n, k, scratch, [](const int8_t* from, int8_t* to, int64_t plain, int64_t packed) {
-    to[plain] = shifted(from[packed]);
+  each_panel(matrix, n, k, scratch, [k](const int8_t* from, int8_t* to, int64_t width) {
+    each_number(width, k, [&](int64_t plain, int64_t packed) { to[plain] = shifted(from[packed]); });
   });
 }
 

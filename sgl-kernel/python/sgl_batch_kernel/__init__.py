@@ -63,6 +63,14 @@ def unpack_(weight: torch.Tensor) -> None:
     _ops.unpack_(weight)
 
 
+def round_to_int8_(weight: torch.Tensor, rounded: torch.Tensor, scales: torch.Tensor) -> None:
+    """Round plain matrices [B, N, K] of bf16 or f32 to `rounded`, int8 [B, N, K], with `scales`, f32 [B, N].
+
+    The largest number of an output becomes 127, others round to nearest, ties to even. An output of zeros has scale 1.
+    """
+    _ops.round_to_int8_(weight, rounded, scales)
+
+
 def pack_coded_(weight: torch.Tensor) -> torch.Tensor:
     """Pack plain matrices [B, N, K] of bf16 in place, K even, and code whole panels: 12 bits a number, no loss.
 
