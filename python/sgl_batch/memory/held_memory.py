@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 
 PIECE_BYTES = 64 << 20
-# Freed before others ask for it. They take it within a second, in which the host leaves most of it here.
-AHEAD_BYTES = 512 << 20
+# Freed before others ask for it: more than they take between two looks, and not so much that the host takes it first.
+AHEAD_BYTES = 128 << 20
 # Linux's MADV_POPULATE_WRITE, of Linux 5.14.
 _POPULATE_WRITE = 23
 _LOOK_S = 0.005
