@@ -13,13 +13,17 @@ from contextlib import contextmanager
 from sgl_batch.memory.held_memory import HeldMemory, unused_bytes
 
 
+# Others take it meanwhile as fast as memory in use comes, with all cores, which the thread here shares.
+AHEAD_BYTES = 1 << 30
+
+
 @contextmanager
 def held_memory(num_bytes: int, unused: Callable[[], int] = unused_bytes) -> Iterator[HeldMemory]:
     """Hold `num_bytes` inside, less what all programs have taken by then. A thread frees it.
 
     `unused`: returns the machine's bytes of memory that nothing uses.
     """
-    held, left = HeldMemory(unused), threading.Event()
+    held, left = HeldMemory(unused, ahead_bytes=AHEAD_BYTES), threading.Event()
     held.take(num_bytes)
     thread = threading.Thread(target=held.free_for_others, args=(left.is_set,), name="held memory", daemon=True)
     thread.start()

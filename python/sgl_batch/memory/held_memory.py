@@ -34,11 +34,14 @@ def unused_bytes() -> int:
 
 
 class HeldMemory:
-    """Memory that is held for other processes. `unused` returns the bytes of memory that nothing uses."""
+    """Memory that is held for other processes.
 
-    def __init__(self, unused: Callable[[], int] = unused_bytes) -> None:
+    `unused` returns the bytes of memory that nothing uses. `ahead_bytes`: freed before others ask for them.
+    """
+
+    def __init__(self, unused: Callable[[], int] = unused_bytes, *, ahead_bytes: int = AHEAD_BYTES) -> None:
         self._pieces: list[mmap.mmap] = []
-        self._unused = unused
+        self._unused, self._ahead_bytes = unused, ahead_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +58,7 @@ class HeldMemory:
         at_first, freed = self._unused(), 0
         while self._pieces and not until():
             taken = at_first + freed - self._unused()
-            freed += self.free(taken + AHEAD_BYTES - freed)
+            freed += self.free(taken + self._ahead_bytes - freed)
             time.sleep(_LOOK_S)
 
     def free(self, num_bytes: int) -> int:

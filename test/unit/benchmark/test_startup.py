@@ -7,7 +7,7 @@ import time
 
 import pytest
 from comparison import reading
-from comparison.held_memory import held_memory
+from comparison.held_memory import AHEAD_BYTES, held_memory
 from startup import (
     FIRST_TOKEN,
     PROGRAMS,
@@ -22,7 +22,7 @@ from startup import (
     table,
 )
 
-from sgl_batch.memory.held_memory import AHEAD_BYTES, PIECE_BYTES
+from sgl_batch.memory.held_memory import PIECE_BYTES
 
 WORKS = """
 import sys

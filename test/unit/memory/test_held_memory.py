@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sgl_batch.memory import held_memory
 from sgl_batch.memory.held_memory import AHEAD_BYTES, PIECE_BYTES, HeldMemory, unused_bytes
 from sgl_batch.memory.memory_holder import MemoryHolder
 
@@ -26,15 +25,14 @@ class _Machine:
 
     def __init__(self) -> None:
         self.others = 0
-        self.held = HeldMemory(self.unused)
+        self.held = HeldMemory(self.unused, ahead_bytes=PIECE_BYTES)
 
     def unused(self) -> int:
         return _MACHINE_BYTES - self.others - self.held.num_bytes
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
-    monkeypatch.setattr(held_memory, "AHEAD_BYTES", PIECE_BYTES)
+def machine() -> _Machine:
     return _Machine()
 
 
