@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 from sgl_batch.memory.held_memory import HeldMemory, unused_bytes
 
-
 # Others take it meanwhile as fast as memory in use comes, with all cores, which the thread here shares.
 AHEAD_BYTES = 1 << 30
 
