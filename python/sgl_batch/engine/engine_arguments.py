@@ -103,7 +103,7 @@ def _check_early(argv: Sequence[str]) -> tuple[ReadAhead, int]:
     config = config_flags.from_args(args)
     asked_workload(config)
     if _CONFIG_FILE in argv or {"-h", "--help"} & set(argv):
-        return weights_ahead(None, weights=config.memory.weights), 0
+        return weights_ahead([]), 0
     if args.model is None:
         raise ConfigError("no model is given; name its directory, or its name on the hub, with --model-path")
     source = ModelSource(
@@ -115,9 +115,10 @@ def _check_early(argv: Sequence[str]) -> tuple[ReadAhead, int]:
         is_overridden=args.json_model_override_args is not None,
     )
     check_any_device(source)
-    place = {"revision": args.revision, "load_format": args.load_format, "weights": config.memory.weights}
-    taken = bytes_ahead(resident_files(args.model, **place), on_cpu=args.device == "cpu")
-    return weights_ahead(args.model, **place, num_ranks=args.dp_size), taken
+    files = resident_files(
+        args.model, revision=args.revision, load_format=args.load_format, weights=config.memory.weights
+    )
+    return weights_ahead(files, num_ranks=args.dp_size), bytes_ahead(files, on_cpu=args.device == "cpu")
 
 
 def _what_defaults_depend_on(argv: Sequence[str]) -> argparse.Namespace:

@@ -48,7 +48,7 @@ from sgl_batch.sglang_adapter.received_pickles import read_pickles_strictly
 from sgl_batch.sglang_adapter.triton_attention import register_triton_attention
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.startup.expert_setup import ExpertSetup
-from sgl_batch.startup.weights_ahead import weights_ahead
+from sgl_batch.startup.weights_ahead import resident_files, weights_ahead
 
 _NO_START = "the engine did not start: "
 _LONGEST_SOCKET = 107  # characters of a socket's name that the kernel takes
@@ -171,13 +171,13 @@ class ProcessSpec:
 
     def weights_ahead(self, server_args: ServerArgs) -> ReadAhead:
         """Return what reads the model's weights ahead. A process in which it is entered must not be forked."""
-        return weights_ahead(
+        files = resident_files(
             server_args.model_path,
             revision=server_args.revision,
             load_format=server_args.load_format,
             weights=self.config.memory.weights,
-            num_ranks=server_args.dp_size,
         )
+        return weights_ahead(files, num_ranks=server_args.dp_size)
 
     def start_log(self, process: str, *, from_process: bool = True) -> StartLog:
         """Return a process's log of the start; one that logs nothing where none was asked for."""

@@ -17,11 +17,11 @@ import sys
 import time
 from collections.abc import Callable
 
+from sgl_batch.memory.page_advice import POPULATE_WRITE
+
 PIECE_BYTES = 64 << 20
 # Freed before others ask for it: more than they take between two looks, and not so much that the host takes it first.
 AHEAD_BYTES = 128 << 20
-# Linux's MADV_POPULATE_WRITE, of Linux 5.14.
-_POPULATE_WRITE = 23
 _LOOK_S = 0.005
 
 Until = Callable[[], bool]
@@ -72,7 +72,7 @@ class HeldMemory:
 def _piece() -> mmap.mmap:
     piece = mmap.mmap(-1, PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     piece.madvise(mmap.MADV_HUGEPAGE)
-    piece.madvise(_POPULATE_WRITE)
+    piece.madvise(POPULATE_WRITE)
     piece.madvise(mmap.MADV_FREE)
     return piece
 

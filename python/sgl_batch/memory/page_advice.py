@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 HUGE_PAGE_BYTES = 2 << 20
 # Linux's MADV_POPULATE_WRITE, of Linux 5.14. It gives memory as a write would, and leaves what is there as it is.
-_POPULATE_WRITE = 23
+POPULATE_WRITE = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -32,4 +32,4 @@ def populate(memory: torch.Tensor) -> bool:
 
     Returns whether the kernel has given it. What the tensor holds stays.
     """
-    return advise(memory, _POPULATE_WRITE)
+    return advise(memory, POPULATE_WRITE)

@@ -24,29 +24,17 @@ _FORMATS = (None, "auto", "safetensors", "pt", "npcache", "gguf")
 _UNKNOWN = (ImportError, OSError, ValueError, LookupError)
 
 
-def weights_ahead(
-    model: str | None,
-    *,
-    revision: str | None = None,
-    load_format: object = None,
-    weights: str,
-    num_ranks: int = 1,
-    free: Callable[[], int] = free_bytes,
-) -> ReadAhead:
-    """Return what reads a model's weights ahead while it is entered. Never fails: then it reads nothing.
+def weights_ahead(files: Sequence[Path], *, num_ranks: int = 1, free: Callable[[], int] = free_bytes) -> ReadAhead:
+    """Return what reads files of weights ahead while it is entered. Never fails: then it reads nothing.
 
     At most half of the free memory is filled, because the loaded weights take as much again: what is read would
     otherwise leave the page cache before it is loaded.
 
     Args:
-        model: A directory, a .gguf file, or a name on the hub, whose files are read if they are in the local cache.
-        revision: Of a name on the hub.
-        load_format: As SGLang's --load-format.
-        weights: As --weights. Streamed experts are read past the page cache, when they are needed.
+        files: As `resident_files` returns them.
         num_ranks: Of the engine. Several ranks of a machine have what they read in the page cache, whatever the disk.
         free: Returns the bytes of free memory.
     """
-    files = resident_files(model, revision=revision, load_format=load_format, weights=weights)
     try:
         return ReadAhead(files, free() // 2 if files else 0, to_read=_of_slow_disk if num_ranks == 1 else list)
     except _UNKNOWN as error:
@@ -59,7 +47,11 @@ def resident_files(
 ) -> list[Path]:
     """Return the files that the loader will read whole; none where it will not, or where they are not found.
 
-    Arguments as of `weights_ahead`.
+    Args:
+        model: A directory, a .gguf file, or a name on the hub, whose files are found if they are in the local cache.
+        revision: Of a name on the hub.
+        load_format: As SGLang's --load-format.
+        weights: As --weights. Streamed experts are read past the page cache, when they are needed.
     """
     if model is None or weights != "resident" or load_format not in _FORMATS:
         return []

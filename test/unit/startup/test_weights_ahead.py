@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_batch.startup import weights_ahead as module
-from sgl_batch.startup.weights_ahead import weights_ahead
+from sgl_batch.startup.weights_ahead import resident_files, weights_ahead
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def _free() -> int:
 
 
 def test_resident_weights_are_read_into_half_of_the_free_memory(tmp_path: Path, asked: list[Any]) -> None:
-    weights_ahead(_model(tmp_path), weights="resident", free=_free)
+    weights_ahead(resident_files(_model(tmp_path), weights="resident"), free=_free)
     assert asked == [([tmp_path / "model.safetensors"], 500)]
 
 
@@ -46,13 +46,13 @@ def test_resident_weights_are_read_into_half_of_the_free_memory(tmp_path: Path, 
 def test_weights_that_are_not_loaded_whole_are_not_read(
     tmp_path: Path, asked: list[Any], arguments: dict[str, Any]
 ) -> None:
-    weights_ahead(_model(tmp_path), **arguments, free=_free)
+    weights_ahead(resident_files(_model(tmp_path), **arguments), free=_free)
     assert asked == [([], 0)]
 
 
 @pytest.mark.parametrize("name", [None, "no/such/model", "s3://bucket/model", "a b"])
 def test_a_model_that_is_not_on_this_machine_is_not_read(name: str | None, asked: list[Any]) -> None:
-    weights_ahead(name, weights="resident", free=_free)
+    weights_ahead(resident_files(name, weights="resident"), free=_free)
     assert [files for files, _ in asked] == [[]]
 
 
@@ -60,7 +60,7 @@ def test_unreadable_figures_of_memory_fail_no_start(tmp_path: Path, asked: list[
     def fail() -> int:
         raise OSError("no /proc")
 
-    weights_ahead(_model(tmp_path), weights="resident", free=fail)
+    weights_ahead(resident_files(_model(tmp_path), weights="resident"), free=fail)
     assert asked == [([], 0)]
 
 
@@ -71,5 +71,5 @@ def test_what_the_loader_of_one_rank_reads_past_the_page_cache_is_not_read_ahead
     files = [tmp_path / "model.bin", tmp_path / "model.safetensors"]
     monkeypatch.setattr(module, "weight_files", lambda _: files)
     monkeypatch.setattr(module, "files_to_read_past_it", list)
-    weights_ahead(str(tmp_path), weights="resident", num_ranks=num_ranks, free=_free)
+    weights_ahead(resident_files(str(tmp_path), weights="resident"), num_ranks=num_ranks, free=_free)
     assert [file.name for file in asked[0][0]] == names
