@@ -23,13 +23,17 @@
 namespace sgl_batch {
 namespace {
 
+void check_pairs(const at::Tensor& weight) {
+  TORCH_CHECK(weight.size(2) % 2 == 0, "a weight of ", weight.scalar_type(), " has ", weight.size(2),
+              " inputs; packing needs an even number");
+}
+
 template <typename Each>
 void each_matrix(at::Tensor& weight, const Each& each) {
   check(weight, 3, "weight");
   const DType dtype = weight_dtype_of(weight, "weight");
   const int64_t n = weight.size(1), k = weight.size(2);
-  TORCH_CHECK(dtype == DType::kF32 || k % 2 == 0, "a weight of ", weight.scalar_type(), " has ", k,
-              " inputs; packing needs an even number");
+  if (dtype != DType::kF32) check_pairs(weight);
   const auto scratch = at::empty({num_threads(), kPanel * k}, weight.options());
   auto* base = static_cast<char*>(weight.data_ptr());
   run_tasks(weight.size(0), [&](int64_t index, int thread) {
@@ -75,8 +79,8 @@ void each_panel(at::Tensor& weight, const Each& each) {
 }
 
 at::Tensor pack_coded(at::Tensor weight) {
-  TORCH_CHECK(weight.dim() != 3 || weight.size(2) % 2 == 0, "a weight of ", weight.scalar_type(), " has ", weight.size(2),
-              " inputs; packing needs an even number");
+  check(weight, 3, "weight");
+  check_pairs(weight);
   auto marks = at::zeros({weight.size(0), divide_up(weight.size(1), kPanel)}, weight.options().dtype(at::kByte));
   auto* first = marks.data_ptr<uint8_t>();
   each_panel(weight, [first](void* panel, int64_t width, int64_t k, int64_t mark, void* scratch) {

@@ -30,7 +30,7 @@ struct Uncoded {
 constexpr uint32_t kNoPlace = ~uint32_t{0};
 
 // Codes a full panel to another place of its size; returns its base plus one, or 0 where it cannot be coded: where K is not a
-// multiple of kCodedBlockK, or the list would need too much room.
+// multiple of kCodedBlockK, or the list would need too much room. Then `to` may hold anything.
 uint8_t code_panel(const void* packed, int64_t k, void* to);
 // The panel as it was.
 void uncode_panel(void* panel, int64_t k, uint8_t mark, void* scratch);

@@ -54,7 +54,7 @@ void unpack_panel(const uint16_t* from, uint16_t* to, int64_t width, int64_t ste
 
 // A panel of full width. Its rows are more streams than a core foresees: the bytes behind it are asked for while it is read.
 void pack_and_fetch_next(const uint32_t* from, int64_t steps, uint32_t* to) {
-  constexpr int64_t kLine = 64 / sizeof(uint32_t);
+  constexpr int64_t kLine = kLineBytes / sizeof(uint32_t);
   const uint32_t* next = from + kPanel * steps;
   for (int64_t first = 0; first < steps; first += kStepsAtOnce) {
     const int64_t count = std::min(kStepsAtOnce, steps - first);
