@@ -16,6 +16,7 @@ from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.nucleus import draw, kept, sample_nucleus
 from sgl_batch.sglang_adapter.host_copies import upload
 from sgl_batch.sglang_adapter.layers import RETURN_ORIGINAL_LOGPROB, TOP_K_ALL, Sampler
+from sgl_batch.sglang_adapter.log_probabilities import Asked, output_log_probabilities
 from sgl_batch.sglang_adapter.sampling_rows import RowParameters
 
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed 64-bit integer (splitmix64)
@@ -149,58 +150,46 @@ class CounterSampler(Sampler):  # type: ignore[misc]
         positions: torch.Tensor,
     ) -> torch.Tensor:
         """Return the rows' tokens. If a row names tokens for log probabilities, SGLang needs a list in every row."""
-        if not return_logprob and sampling_info.is_all_greedy and not any(sampling_info.return_sampling_masks or []):
-            largest = self._largest(logits_output.next_token_logits, sampling_info)
-            if largest is not None:
-                return largest
-        if return_logprob and any(ids is not None for ids in token_ids_logprobs):
-            token_ids_logprobs = [ids or [] for ids in token_ids_logprobs]
-        logprobs_of = (top_logprobs_nums, token_ids_logprobs) if return_logprob else None
-        tokens = self._sample_from_logits(logits_output, sampling_info, logprobs_of, positions)
+        kernels, tokens = _kernels_for(logits_output.next_token_logits), None
+        if kernels is not None and not self.use_log_softmax_logprob:
+            asked = (top_logprobs_nums, token_ids_logprobs) if return_logprob else None
+            tokens = self._by_kernels(kernels, logits_output, sampling_info, asked, positions)
         if tokens is None:
+            if return_logprob and any(ids is not None for ids in token_ids_logprobs):
+                token_ids_logprobs = [ids or [] for ids in token_ids_logprobs]
             tokens = super().forward(
                 logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
             )
         return tokens
 
-    def _largest(self, logits: torch.Tensor, sampling_info: Any) -> torch.Tensor | None:
-        """Return the tokens of greedy rows by the native kernel; None where torch takes them."""
-        kernels = _kernels_for(logits)
-        if kernels is None:
-            return None
-        tokens: torch.Tensor = kernels.argmax(self._preprocess_logits(logits, sampling_info))
-        self._sync_token_ids_across_tp(tokens, sampling_info)
-        return tokens
-
-    def _sample_from_logits(
+    def _by_kernels(
         self,
+        kernels: ModuleType,
         logits_output: Any,
         sampling_info: Any,
-        logprobs_of: tuple[list[int], list[list[int] | None]] | None,
+        asked: Asked | None,
         positions: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Do what SGLang's `forward` does, but draw from the logits by one kernel; None where torch draws.
+        """Do what SGLang's `forward` does, but by kernels, from the logits; None for the masks of greedy rows.
 
-        `logprobs_of`: how many of the largest log probabilities each row returns, and of which tokens.
+        `asked`: what log probabilities each row returns.
         """
-        logits = logits_output.next_token_logits
-        kernels = _kernels_for(logits)
-        if kernels is None or sampling_info.is_all_greedy or self.use_log_softmax_logprob:
+        greedy, masks = sampling_info.is_all_greedy, any(sampling_info.return_sampling_masks or [])
+        if greedy and masks:
             return None
-        logits = self._preprocess_logits(logits, sampling_info)
-        temperatures: torch.Tensor = sampling_info.temperatures
-        tokens = self._draw(kernels, logits, sampling_info, positions, temperatures)
-        masks = any(sampling_info.return_sampling_masks or [])
-        if masks or logprobs_of is not None:
-            logprobs = torch.log_softmax(logits, dim=-1) if RETURN_ORIGINAL_LOGPROB else None
+        logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
+        temperatures: torch.Tensor | None = None if greedy else sampling_info.temperatures
+        if temperatures is None:
+            tokens: torch.Tensor = kernels.argmax(logits)
+        else:
+            tokens = self._draw(kernels, logits, sampling_info, positions, temperatures)
+        if asked is not None:
+            over = None if RETURN_ORIGINAL_LOGPROB else temperatures
+            output_log_probabilities(kernels, logits, tokens, asked, over).write_output_to(logits_output)
+        if masks:
             probs = torch.softmax(logits.div_(temperatures), dim=-1)
-            if masks:
-                mask = self._compute_sampling_mask_from_probs(probs, sampling_info)
-                self._attach_sampling_mask_to_output(logits_output, sampling_info, tokens, mask)
-            if logprobs_of is not None:
-                logprobs = torch.log(probs) if logprobs is None else logprobs
-                found = self.output_logprob_processor.compute_logprobs(logprobs, *logprobs_of, tokens)
-                found.write_output_to(logits_output)
+            mask = self._compute_sampling_mask_from_probs(probs, sampling_info)
+            self._attach_sampling_mask_to_output(logits_output, sampling_info, tokens, mask)
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
 

@@ -38,7 +38,7 @@ from sgl_batch.sglang_adapter.layers import (
     replace_linear,
     replace_lm_head,
 )
-from sgl_batch.sglang_adapter.logits_rows import limit_logprob_rows
+from sgl_batch.sglang_adapter.log_probabilities import adopt_prompt_log_probabilities
 from sgl_batch.sglang_adapter.names import CPU_ATTENTION, CPU_DISPATCH_KEY
 from sgl_batch.sglang_adapter.types.models import (
     AttentionBackend,
@@ -196,7 +196,7 @@ class CpuOperators:
         head = replace_lm_head(model, self._weights.linear, self._weights.rows)
         if head is not None and head.weight not in self._weights:
             self._weights.add_linear(head.weight, exact=True)
-        limit_logprob_rows(model, _LOGPROB_BYTES)
+        adopt_prompt_log_probabilities(model, _LOGPROB_BYTES, self._kernels)
         self.adopt_experts(model)
         if self._must_code and not self._weights.has_codes:
             raise ConfigError(

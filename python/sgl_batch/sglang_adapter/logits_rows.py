@@ -12,24 +12,7 @@ from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 
 with bootstrap.importing():
     import torch
-    from sglang.srt.environ import envs
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
-
-
-# A head is as quick with so many rows as with more.
-_FEWEST_ROWS = 64
-
-
-def limit_logprob_rows(model: Any, most_bytes: int) -> None:
-    """Let the head of a loaded model make logits of `most_bytes` at a time for the log probabilities of prompts.
-
-    That is in float32, and 64 rows at least. SGLang has 2,048 rows at a time, which four times over are gigabytes where
-    a vocabulary is large. A user's SGLANG_LOGPROB_CHUNK_SIZE stands.
-    """
-    processor = getattr(getattr(model, "logits_processor", None), "input_logprob_processor", None)
-    if processor is not None and not envs.SGLANG_LOGPROB_CHUNK_SIZE.is_set():
-        row_bytes = 4 * model.logits_processor.vocab_size
-        processor.logprobs_chunk_size = max(_FEWEST_ROWS, most_bytes // row_bytes)
 
 
 def rows_with_logits(batch: ForwardBatch) -> list[int] | None:

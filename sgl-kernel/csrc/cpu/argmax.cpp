@@ -6,21 +6,14 @@
 #include <algorithm>
 
 #include "clones.h"
+#include "number_keys.h"
 #include "tasks.h"
 #include "tensor_checks.h"
 
 namespace sgl_batch {
 namespace {
 
-// Whole numbers in the order of the numbers that they stand for: both zeros are equal and NaN is above all others.
-constexpr int32_t kNanKey = 0x7fffffff;
 constexpr int64_t kBlock = 1024;  // numbers, of which only one block is searched
-
-[[gnu::always_inline]] inline int32_t key_of(uint32_t bits) {
-  const auto value = static_cast<int32_t>((bits & 0x7fffffffu) == 0 ? 0u : bits);
-  const int32_t key = value ^ ((value >> 31) & 0x7fffffff);
-  return (bits & 0x7fffffffu) > 0x7f800000u ? kNanKey : key;
-}
 
 [[gnu::always_inline]] inline uint32_t bits_of(uint32_t f32) { return f32; }
 [[gnu::always_inline]] inline uint32_t bits_of(uint16_t bf16) { return static_cast<uint32_t>(bf16) << 16; }

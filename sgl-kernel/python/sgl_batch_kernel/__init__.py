@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from .token_choice import argmax as argmax
+from .token_choice import log_probabilities as log_probabilities
 from .token_choice import mask_tokens as mask_tokens
 from .token_choice import penalize_repetition as penalize_repetition
 from .token_choice import sample as sample
 
-INTERFACE = 12
+INTERFACE = 13
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 _ops = torch.ops.sgl_batch_kernel
@@ -14,6 +16,28 @@ def argmax(rows_TV: torch.Tensor) -> torch.Tensor:
     """
     out: torch.Tensor = _ops.argmax(rows_TV)
     return out
+
+
+class LogProbabilities(NamedTuple):
+    """Of rows [T]. A token's is (its logit - largest) / temperature - log_sum."""
+
+    of_tokens_T: torch.Tensor  # f32
+    top_values_TK: torch.Tensor  # f32
+    top_tokens_TK: torch.Tensor  # int64
+    largest_T: torch.Tensor  # f32: logits
+    log_sums_T: torch.Tensor  # f32
+
+
+def log_probabilities(
+    logits_TV: torch.Tensor, tokens_T: torch.Tensor, top: int = 0, temperatures_T: torch.Tensor | None = None
+) -> LogProbabilities:
+    """Return the log probability of one token of each row (int64), and of the `top` likeliest ones.
+
+    That is their log softmax over `temperatures` (f32; without them 1). Likeliest tokens come in descending order of
+    their logits, equal ones by token. `logits` are f32, rows may lie apart. A row's result depends on that row alone.
+    Where it has none, because a logit is NaN or infinity or all are minus infinity, it is NaN.
+    """
+    return LogProbabilities(*_ops.log_probabilities(logits_TV, tokens_T, top, temperatures_T))
 
 
 def mask_tokens(logits_TV: torch.Tensor, allowed_TW: torch.Tensor) -> None:

@@ -358,9 +358,11 @@ def whole_sampler() -> CounterSampler:
     return sampler
 
 
-def whole_forward(logits: torch.Tensor, info: SimpleNamespace, rows: list[Row], *, logprobs: bool) -> dict[str, object]:
+def whole_forward(
+    logits: torch.Tensor, info: SimpleNamespace, rows: list[Row], *, logprobs: bool, names: bool = True
+) -> dict[str, object]:
     output = SimpleNamespace(next_token_logits=logits.clone())
-    named = [[3, 99] if place % 3 == 0 else None for place in range(len(rows))]
+    named = [[3, 99] if names and place % 3 == 0 else None for place in range(len(rows))]
     positions = torch.tensor([row.position for row in rows])
     counts = [place % 4 for place in range(len(rows))]
     tokens = whole_sampler().forward(output, info, logprobs, counts, named, positions)
@@ -386,6 +388,31 @@ def test_the_kernels_way_from_logits_gives_what_sglangs_gives(monkeypatch, logpr
     assert ("next_token_sampling_mask_idx" in by_kernel) == masks
     for name, expected in by_sglang.items():
         torch.testing.assert_close(by_kernel[name], expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("names", [False, True], ids=["", "named"])
+def test_log_probabilities_of_greedy_rows_are_sglangs(monkeypatch, names):
+    rows = [Row(top_k=1) for _ in range(60)]
+    logits = 3 * torch.randn(60, 1000, generator=torch.Generator().manual_seed(2))
+    logits[::7, 500:] = -torch.inf
+    info = batch_of(rows, [1.0] * 60)
+    info.is_all_greedy = True
+    by_kernel = whole_forward(logits, info, rows, logprobs=True, names=names)
+    monkeypatch.setattr(counter_sampler, "native_kernels", lambda: None)
+    by_sglang = whole_forward(logits, info, rows, logprobs=True, names=names)
+    assert by_kernel.keys() == by_sglang.keys()
+    assert ("next_token_token_ids_logprobs_val" in by_kernel) == names
+    for name, expected in by_sglang.items():
+        torch.testing.assert_close(by_kernel[name], expected, rtol=2e-5, atol=1e-6)
+
+
+def test_a_rows_log_probabilities_do_not_depend_on_what_its_neighbours_ask_for():
+    rows = mixed_rows(60)
+    logits = 3 * torch.randn(60, 1000, generator=torch.Generator().manual_seed(3))
+    info = batch_of(rows, [0.8] * 60)
+    with_named, without = (whole_forward(logits, info, rows, logprobs=True, names=names) for names in (True, False))
+    for name in ("next_token_logprobs", "next_token_top_logprobs_val", "next_token_top_logprobs_idx"):
+        torch.testing.assert_close(with_named[name], without[name], rtol=0, atol=0)
 
 
 def test_log_probabilities_that_a_neighbour_asks_for_leave_a_rows_token_alone():

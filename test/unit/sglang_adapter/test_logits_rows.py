@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import sgl_batch_kernel
 import torch
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.layers.logprob_processor import InputLogprobProcessor
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
-from sgl_batch.sglang_adapter.logits_rows import batch_of_rows, limit_logprob_rows, rows_with_logits
+from sgl_batch.sglang_adapter.log_probabilities import PromptLogProbabilities, adopt_prompt_log_probabilities
+from sgl_batch.sglang_adapter.logits_rows import batch_of_rows, rows_with_logits
 
 LENGTHS = [4, 5, 6, 1, 9]
 
@@ -66,8 +70,8 @@ def test_all_rows_are_read_where_hidden_states_or_scores_between_items_are_asked
     assert rows_with_logits(batch_of(None)) == [1] * len(LENGTHS)
 
 
-def logprobs_by(rows_at_a_time: int, starts: list[int]) -> tuple[object, ...]:
-    """Log probabilities of a batch whose head takes so many rows at a time, by SGLang's own code."""
+def logprobs_by(make: Callable[[], Any], starts: list[int]) -> tuple[object, ...]:
+    """Log probabilities of a batch, and the logits that are sampled from, by what `make` returns."""
     batch = batch_of(starts)
     batch.token_ids_logprobs = [None, [3, 1], None, [0], [8, 9, 2]]
     metadata = LogitsMetadata.from_forward_batch(batch)
@@ -76,21 +80,27 @@ def logprobs_by(rows_at_a_time: int, starts: list[int]) -> tuple[object, ...]:
         torch.arange(sum(n - s for n, s in zip(LENGTHS, starts, strict=True))) % 10
     )
     rows, _, _, *indices = LogitsProcessor._get_pruned_states(None, hidden, None, None, metadata)
-    processor = InputLogprobProcessor()
-    processor.logprobs_chunk_size = rows_at_a_time
-    found, sampled = processor.forward(rows, *indices, None, lambda some, *_, **__: torch.cos(some @ head), metadata)
+    found, sampled = make().forward(rows, *indices, None, lambda some, *_, **__: torch.cos(some @ head), metadata)
     return *vars(found).values(), sampled
 
 
+def sglangs(rows_at_once: int) -> InputLogprobProcessor:
+    processor = InputLogprobProcessor()
+    processor.logprobs_chunk_size = rows_at_once
+    return processor
+
+
+def by_kernel(rows_at_once: int | None) -> PromptLogProbabilities:
+    return PromptLogProbabilities(sgl_batch_kernel, rows_at_once)
+
+
 @pytest.mark.parametrize("starts", [[0] * 5, [0, 5, 3, 1, 8], [4, 5, 6, 0, 9], [3, 0, 6, 1, 2]], ids=str)
-@pytest.mark.parametrize("rows_at_a_time", [1, 2, 3, 5, 8, 24])
-def test_log_probabilities_do_not_depend_on_how_many_rows_the_head_takes_at_a_time(rows_at_a_time, starts):
-    whole = logprobs_by(1000, starts)
-    for part, expected in zip(logprobs_by(rows_at_a_time, starts), whole, strict=True):
-        if isinstance(expected, torch.Tensor):
-            torch.testing.assert_close(part, expected)
-        else:
-            assert part == expected
+@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 5, 8, 24, None])
+@pytest.mark.parametrize("way", [sglangs, by_kernel])
+def test_log_probabilities_do_not_depend_on_how_many_rows_the_head_takes_at_a_time(way, rows_at_once, starts):
+    whole = logprobs_by(lambda: sglangs(1000), starts)
+    for part, expected in zip(logprobs_by(lambda: way(rows_at_once or 1000), starts), whole, strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("vocab_size", "rows"), [(1000, 20_971), (32_000, 655), (151_936, 138), (1_000_000, 64)])
@@ -99,10 +109,10 @@ def test_a_head_takes_as_many_rows_at_a_time_as_their_logits_have_room(monkeypat
         model = SimpleNamespace(
             logits_processor=SimpleNamespace(vocab_size=vocab_size, input_logprob_processor=InputLogprobProcessor())
         )
-        limit_logprob_rows(model, 80 << 20)
+        adopt_prompt_log_probabilities(model, 80 << 20, None)
         return model.logits_processor.input_logprob_processor.logprobs_chunk_size
 
     assert limited() == rows
     monkeypatch.setenv("SGLANG_LOGPROB_CHUNK_SIZE", "9")
     assert limited() == 9, "a user's own number of rows stands"
-    limit_logprob_rows(SimpleNamespace(), 80 << 20)  # a model without such a head
+    adopt_prompt_log_probabilities(SimpleNamespace(), 80 << 20, None)  # a model without such a head
