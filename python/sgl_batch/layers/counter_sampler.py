@@ -150,13 +150,13 @@ class CounterSampler(Sampler):  # type: ignore[misc]
         positions: torch.Tensor,
     ) -> torch.Tensor:
         """Return the rows' tokens. If a row names tokens for log probabilities, SGLang needs a list in every row."""
+        if return_logprob and any(ids is not None for ids in token_ids_logprobs):
+            token_ids_logprobs = [ids or [] for ids in token_ids_logprobs]
         kernels, tokens = _kernels_for(logits_output.next_token_logits), None
         if kernels is not None and not self.use_log_softmax_logprob:
             asked = (top_logprobs_nums, token_ids_logprobs) if return_logprob else None
             tokens = self._by_kernels(kernels, logits_output, sampling_info, asked, positions)
         if tokens is None:
-            if return_logprob and any(ids is not None for ids in token_ids_logprobs):
-                token_ids_logprobs = [ids or [] for ids in token_ids_logprobs]
             tokens = super().forward(
                 logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
             )

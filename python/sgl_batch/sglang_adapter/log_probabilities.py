@@ -29,9 +29,9 @@ def adopt_prompt_log_probabilities(model: Any, most_bytes: int, kernels: ModuleT
     a vocabulary is large. A user's SGLANG_LOGPROB_CHUNK_SIZE stands. Log probabilities are found by `kernels`, where
     there are any. Idempotent.
     """
-    head = getattr(model, "logits_processor", None)
+    head: Any = getattr(model, "logits_processor", None)
     processor = getattr(head, "input_logprob_processor", None)
-    if head is None or processor is None or isinstance(processor, PromptLogProbabilities):
+    if processor is None or isinstance(processor, PromptLogProbabilities):
         return
     if not envs.SGLANG_LOGPROB_CHUNK_SIZE.is_set():
         processor.logprobs_chunk_size = max(_FEWEST_ROWS, most_bytes // (4 * head.vocab_size))
@@ -60,12 +60,8 @@ def output_log_probabilities(
         result.top_logprobs_val = [row[:top] for row, top in zip(values, tops, strict=True)]
         result.top_logprobs_idx = [row[:top] for row, top in zip(found.top_tokens_TK, tops, strict=True)]
     if any(ids is not None for ids in named):
-        own = zip(named, logits, found.largest_T, over, found.log_sums_T, strict=True)
-        result.token_ids_logprobs_val = [  # where one row has a tensor, all must have one
-            _finite((row[ids or []] - largest) / temperature - log_sum)
-            for ids, row, largest, temperature, log_sum in own
-        ]
-        result.token_ids_logprobs_idx = [ids or [] for ids in named]
+        result.token_ids_logprobs_val = [_finite(own) for own in _of_named(logits, found, named, over)]
+        result.token_ids_logprobs_idx = list(named)
     return result
 
 
@@ -117,7 +113,8 @@ class PromptLogProbabilities:
             sampled.append(logits[sample_indices[(sample_indices >= begin) & (sample_indices < end)] - begin])
             found.append(self._kernels.log_probabilities(logits, tokens_R[begin:end], max(tops, default=0)))
             if named:
-                of_named += _named_by_row(logits, found[-1], [named[own] for own in token_to_seq_idx[begin:end]])
+                ids, over = [named[own] for own in token_to_seq_idx[begin:end]], torch.ones(end - begin)
+                of_named += [own.tolist() for own in _of_named(logits, found[-1], ids, over)]
         of_tokens, values, likeliest, *_ = (torch.cat(one)[input_logprob_indices] for one in zip(*found, strict=True))
         result, lengths = LogprobResult(token_logprobs=of_tokens), metadata.extend_logprob_pruned_lens_cpu
         if tops:
@@ -131,10 +128,12 @@ class PromptLogProbabilities:
         return result, torch.cat(sampled)
 
 
-def _named_by_row(logits: torch.Tensor, found: Any, named: Sequence[list[int] | None]) -> list[list[float]]:
-    """Return the log probabilities of the tokens that each row names; none of a row that names none."""
-    own = zip(named, logits, found.largest_T, found.log_sums_T, strict=True)
-    return [[] if ids is None else (row[ids] - largest - log_sum).tolist() for ids, row, largest, log_sum in own]
+def _of_named(
+    logits: torch.Tensor, found: Any, named: Sequence[list[int] | None], over: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the log probabilities of the tokens that each row names, over its temperature."""
+    rows = zip(named, logits, found.largest_T, over, found.log_sums_T, strict=True)
+    return [(row[ids or []] - largest) / temperature - log_sum for ids, row, largest, temperature, log_sum in rows]
 
 
 def _by_sequence(rows: Sequence[_Row], lengths: Sequence[int]) -> Iterator[list[_Row]]:
