@@ -65,8 +65,16 @@ inline void multiply_byte_tiles() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b) : "memory");
 }
 
+// Whether the instructions are done in software, by who defines this: a test where the processor lacks them.
+#ifdef SGL_BATCH_EMULATED_AMX
+constexpr bool kEmulated = true;
+#else
+constexpr bool kEmulated = false;
+#endif
+
 // Whether the processor has tiles of bytes; whether they are usable is up to those of bf16.
 inline bool int8_tiles_are_there() {
+  if (kEmulated) return true;
   constexpr unsigned kInt8 = 1u << 25;
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kInt8) != 0;
@@ -86,6 +94,7 @@ inline bool tiles_are_there() {
 // Whether this process may use bf16 tiles. Linux grants them on request, for all threads of the process at once and those
 // to come; the request is refused where a thread has too small a stack for signals.
 inline bool tiles_are_usable() {
+  if (kEmulated) return true;
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return tiles_are_there() && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;

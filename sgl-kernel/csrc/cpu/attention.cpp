@@ -48,7 +48,7 @@ class Attention {
         pages_(call),
         group_(pages_.group()),
         tokens_per_block_(std::max<int64_t>(1, (is_widened_ ? kRowsPerWideBlock : kRowsPerBlock) / group_)),
-        rows_per_step_(std::max<int64_t>(tile_.usual_rows(), kSharedRows)),
+        rows_per_step_(std::max<int64_t>(tile_.cut.usual_rows(), kSharedRows)),
         chunk_(pages_.chunk()),
         part_(pages_.part()),
         // Products of a page of fewer tokens than a panel has go past its part of a row.
@@ -116,7 +116,7 @@ class Attention {
   // `after` is what comes next, or null.
   void attend(const AttentionBlock& block, const AttentionBlock* after, AttentionLead& lead, char* scratch) const {
     const int64_t rows = (block.end - block.begin) * group_, start = pages_.first_chunk(block);
-    const Tiles tiles(0, rows, tile_.usual_rows());
+    const Tiles tiles(0, rows, TileCut{tile_.cut.usual_rows()});
     const int64_t count = tiles.count * (block.last_head - block.head);
     const int64_t per_step = rows <= kSharedRows ? tiles.count * pages_.heads_per_step(block, block.head) : 1;
     // Within one chunk steps come one after the other, in one place.
@@ -193,7 +193,7 @@ class Attention {
   // Those of a block's first tile; `runs`: room for its runs.
   void bring_first_queries(const AttentionBlock& block, Run* runs) const {
     const int64_t rows = (block.end - block.begin) * group_;
-    bring_queries(find_rows(block, block.head, 0, Tiles(0, rows, tile_.usual_rows()).size(0), runs));
+    bring_queries(find_rows(block, block.head, 0, Tiles(0, rows, TileCut{tile_.cut.usual_rows()}).size(0), runs));
   }
 
   char* queries(const Rows& own, char* scratch) const { return scratch + queries_at_ + own.place * query_bytes(); }

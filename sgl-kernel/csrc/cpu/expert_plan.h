@@ -17,8 +17,9 @@ namespace sgl_batch {
 constexpr int64_t kDownPanelsPerTask = 2;
 constexpr int64_t kMostDownPanelsPerTask = 4;
 
-// Routed rows of a group for each MiB of the second cache.
+// Routed rows of a group for each MiB of the second cache; of rows by blocks it may leave the cache, see above.
 constexpr int64_t kGroupRowsPerMiB = 4096;
+constexpr int64_t kGroupRowsOfBlocks = 16384;
 
 // How large the parts are that work is cut into.
 struct ExpertCut {

@@ -20,7 +20,7 @@ class Experts {
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.w_dtype)),
         tile_(isa_.tile(call.w_dtype)),
-        block_rows_(rows_per_block(tile_, call.hidden, call.w13_marks != nullptr)),
+        block_rows_(rows_per_block(tile_.cut, 2 * call.hidden, call.w13_marks != nullptr)),
         plan_(call, cut()),
         rows_(plan_.routing().rows.data()) {
     for (const Block& block : plan_.blocks())
@@ -47,32 +47,30 @@ class Experts {
 
  private:
   ExpertCut cut() const {
-    if (!tile_.row_blocks) return {.rows_per_block = block_rows_, .rows_per_group = kGroupRowsPerMiB * second_cache_mib()};
-    return {.rows_per_block = block_rows_, .rows_per_group = 16384, .down_panels = kMostDownPanelsPerTask};
+    if (!tile_.cut.row_blocks) return {.rows_per_block = block_rows_, .rows_per_group = kGroupRowsPerMiB * second_cache_mib()};
+    return {.rows_per_block = block_rows_, .rows_per_group = kGroupRowsOfBlocks, .down_panels = kMostDownPanelsPerTask};
   }
 
   void lay_out() {
     Carver one;
     const RowLayout layout = x_layout(block_rows_);
-    rows_at_ = one.take(static_cast<size_t>(tile_.row_blocks ? layout.bytes(c_.hidden) : block_rows_ * layout.row));
-    converted_at_ = one.take(row_bytes(c_.hidden));
+    rows_at_ = one.take(layout.room(block_rows_, row_bytes(c_.hidden)));
+    converted_at_ = one.take(static_cast<size_t>(row_bytes(c_.hidden)));
     panels_at_ = one.take(std::max(2 * w13(0, 0).spare_bytes(isa_), plan_.down_panels_per_task() * w2(0).spare_bytes(isa_)));
-    const int64_t up_rows = 2 * (c_.hidden > tile_.best_k ? block_rows_ : tile_.max_rows);
-    const int64_t down_rows = plan_.down_panels_per_task() * tile_.max_rows;
+    const int64_t up_rows = 2 * (c_.hidden > tile_.cut.best_k ? block_rows_ : tile_.cut.max_rows);
+    const int64_t down_rows = plan_.down_panels_per_task() * tile_.cut.max_rows;
     products_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(std::max(up_rows, down_rows)));
     sums_at_ = one.take(TokenSums::room_bytes(plan_.routing(), plan_.tokens_per_group(), kPanel * plan_.down_panels_per_task()));
     Carver all;
     // Panels are stored whole, so that a row has room for its last one.
     const bool whole = c_.part == ExpertsPart::kBoth;
     const auto rows = static_cast<int64_t>(plan_.routing().rows.size());
-    const auto padded = static_cast<int64_t>(row_bytes(round_up(c_.inter, kPanel)));
-    const bool blocks = whole && tile_.row_blocks;
-    if (blocks)
+    const auto padded = row_bytes(round_up(c_.inter, kPanel));
+    if (whole && tile_.cut.row_blocks)
       inter_layout_ = RowLayout::blocks(rows);
     else
-      inter_layout_ = RowLayout::plain(whole ? row_stride(padded) : c_.between_stride, row_dtype_);
-    const int64_t inter_bytes = blocks ? inter_layout_.bytes(c_.inter) : rows * inter_layout_.row;
-    const size_t inter_at = all.take(whole ? static_cast<size_t>(inter_bytes) : 0);
+      inter_layout_ = RowLayout::plain(whole ? row_stride(padded) : c_.between_stride);
+    const size_t inter_at = all.take(whole ? inter_layout_.room(rows, padded) : 0);
     scratch_bytes_ = (one.total() + 4095) / 4096 * 4096;
     const size_t scratch_at = all.take(scratch_bytes_ * num_threads());
     static thread_local Workspace workspace;
@@ -84,12 +82,12 @@ class Experts {
   }
 
   char* scratch(int thread) const { return scratch_ + scratch_bytes_ * thread; }
-  size_t row_bytes(int64_t count) const { return static_cast<size_t>(count) * size_of(row_dtype_); }
-  char* inter_at(int64_t row, int64_t k) const { return inter_ + inter_layout_.at(row, k); }
+  int64_t row_bytes(int64_t numbers) const { return numbers * static_cast<int64_t>(size_of(row_dtype_)); }
+  char* inter_at(int64_t row, int64_t k) const { return inter_ + inter_layout_.at(row, row_bytes(k)); }
   // How `rows` gathered ones lie.
   RowLayout x_layout(int64_t rows) const {
-    if (tile_.row_blocks) return RowLayout::blocks(rows);
-    return RowLayout::plain(row_stride(static_cast<int64_t>(row_bytes(c_.hidden))), row_dtype_);
+    if (tile_.cut.row_blocks) return RowLayout::blocks(rows);
+    return RowLayout::plain(row_stride(row_bytes(c_.hidden)));
   }
   int64_t x_bytes() const { return c_.hidden * static_cast<int64_t>(size_of(c_.x_dtype)); }
   const char* x_row(int64_t row) const {
@@ -119,8 +117,8 @@ class Experts {
     const PackedWeight gate = w13(block.expert, 0), up = w13(block.expert, 1);
     char* spare = scratch + panels_at_;
     auto* products = reinterpret_cast<float*>(scratch + products_at_);
-    const Tiles tiles(block.begin, block.end, tile_);
-    const KParts parts = tiles.parts(c_.hidden, tile_);
+    const Tiles tiles(block.begin, block.end, tile_.cut);
+    const KParts parts = tiles.parts(c_.hidden, tile_.cut);
     const TileUse use(tile_);
     const int64_t calls = 2 * (task.last - task.first) * tiles.count * parts.count;
     int64_t call = 0;
@@ -134,8 +132,9 @@ class Experts {
                                 float* to) {
         const int64_t k = parts.at(part);
         const Ahead soon = ahead(tiles, tile, weight, next_panel, k);
-        ready.multiply({rows + layout.at(tiles.at(tile) - block.begin, k), layout.row, ready.from(k), parts.length(part), tiles.size(tile),
-                    to, kPanel, part > 0, with_x_rows(soon, after.block, call++, calls, parts.length(part)), layout.block});
+        const char* own = rows + layout.at(tiles.at(tile) - block.begin, row_bytes(k));
+        ready.multiply({own, layout.row, ready.from(k), parts.length(part), tiles.size(tile), to, kPanel, part > 0,
+                    with_x_rows(soon, after.block, call++, calls, parts.length(part)), layout.block});
       };
       // A tile's gates, then its ups; of several parts all tiles' stay.
       const auto gates_at = [&](int64_t tile) { return products + (parts.count > 1 ? 2 * (tiles.at(tile) - block.begin) * kPanel : 0); };
@@ -148,6 +147,7 @@ class Experts {
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int m = tiles.size(tile);
         float *const gates = gates_at(tile), *const ups = ups_at(tile);
+        bring_to_write(inter_at(tiles.at(tile), panel * kPanel), m);
         if (parts.count == 1) {
           multiply(0, tile, gate, gate_panel, next_gate, gates);
           multiply(0, tile, up, up_panel, next_up, ups);
@@ -168,6 +168,11 @@ class Experts {
     for (int i = 0; i < m; ++i) add_row(rows + i * stride, bias, width);
   }
 
+  // A panel's columns of the rows between the products.
+  void bring_to_write(char* to, int m) const {
+    for (int i = 0; i < m; ++i) fetch_to_write(to + i * inter_layout_.row, static_cast<size_t>(row_bytes(kPanel)));
+  }
+
   void mix(const float* gates, const float* ups, int m, char* to) const {
     const int64_t stride = inter_layout_.row;
     if (c_.clamped)
@@ -185,7 +190,7 @@ class Experts {
     const int64_t steps = tile_steps(c_.w_dtype, k);
     int64_t bytes = divide_up(x_bytes(), std::max<int64_t>(1, calls / (next.end - next.begin)));
     // Whole lines in each block of k, so that none is asked for twice.
-    if (tile_.row_blocks) bytes = round_up(bytes, divide_up(2 * steps, kBlockK) * kLineBytes);
+    if (tile_.cut.row_blocks) bytes = round_up(bytes, divide_up(2 * steps, kBlockK) * kLineBytes);
     const int64_t parts = divide_up(x_bytes(), bytes), row = next.begin + call / parts;
     if (row >= next.end) return panel;
     return Tiles::with_rows(panel, x_row(row) + call % parts * bytes, bytes, steps);
@@ -195,7 +200,7 @@ class Experts {
     for (int64_t row = block.begin; row < block.end; ++row) {
       if (row + 1 < block.end) fetch(x_row(row + 1), static_cast<size_t>(x_bytes()));
       char* to = rows + layout.at(row - block.begin, 0);
-      if (!tile_.row_blocks) {
+      if (!tile_.cut.row_blocks) {
         convert_row(to, row_dtype_, x_row(row), c_.x_dtype, c_.hidden);
         continue;
       }
@@ -209,7 +214,7 @@ class Experts {
     const TileUse use(tile_);
     sum_down_products(c_, plan_, task, after, scratch + sums_at_,
                       [&](int64_t expert, int64_t from, int64_t to, const Place& next, TokenSums& sums) {
-                        down_products(expert, Tiles(from, to, tile_), task, next, sums, scratch);
+                        down_products(expert, Tiles(from, to, tile_.cut), task, next, sums, scratch);
                       });
   }
 
@@ -218,7 +223,7 @@ class Experts {
     const PackedWeight weight = w2(expert), later = w2(after.expert);
     auto* products = reinterpret_cast<float*>(scratch + products_at_);
     const int64_t panels = task.last - task.first, stride = panels * kPanel;
-    const KParts parts = tiles.parts(c_.inter, tile_);
+    const KParts parts = tiles.parts(c_.inter, tile_.cut);
     ReadyPanel ready[kMostDownPanelsPerTask];
     for (int64_t p = 0; p < panels; ++p)
       ready[p] = weight.ready(task.first + p, isa_, scratch + panels_at_ + p * weight.spare_bytes(isa_), tiles.count);
@@ -248,14 +253,15 @@ class Experts {
   Ahead with_inter_rows(const Ahead& panel, const Tiles& tiles, int64_t tile, int64_t later, int64_t k, int64_t share,
                         int64_t panels) const {
     const bool last = tile + 1 == tiles.count;
-    const int64_t count = last ? tile_.usual_rows() : tiles.size(tile + 1);
+    const int64_t count = last ? tile_.cut.usual_rows() : tiles.size(tile + 1);
     const char* rows = inter_at(last ? later : tiles.at(tile + 1), k);
-    if (inter_layout_.row != 2 * kBlockK)
+    if (!inter_layout_.by_blocks())
       return share > 0 ? panel : Tiles::with_rows(panel, rows, count * inter_layout_.row, tile_steps(c_.w_dtype, c_.inter));
     // Of each block of k its rows.
     const int64_t own = divide_up(count, panels);
-    return {panel.from, panel.step, rows + std::min(share * own, count) * inter_layout_.row, divide_up(own * 2 * kBlockK, kBlockK / 2),
-            inter_layout_.block};
+    Ahead both = panel;
+    bring_blocks(both, rows + std::min(share * own, count) * inter_layout_.row, own, inter_layout_);
+    return both;
   }
 
   const ExpertsCall& c_;

@@ -21,15 +21,15 @@ class Int8Experts {
       : c_(call),
         isa_(isa()),
         kernel_(int8_kernel()),
-        most_rows_(kTilesPerBlock * kernel_.max_rows),
-        plan_(call, {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsPerMiB}),
+        most_rows_(rows_per_block(kernel_.cut, call.hidden)),
+        plan_(call, cut()),
         rows_(plan_.routing().rows.data()) {}
 
   void run() {
     if (c_.tokens == 0) return;
     lay_out();
     const auto x_bytes = static_cast<int64_t>(size_of(c_.x_dtype));
-    round_rows(c_.x, c_.x_dtype, c_.x_stride * x_bytes, c_.tokens, c_.hidden, x_);
+    round_rows(c_.x, c_.x_dtype, c_.x_stride * x_bytes, c_.tokens, x_);
     const int64_t up_tasks = plan_.up_tasks(), down_tasks = plan_.down_tasks();
     run_tasks_ahead(up_tasks, [this, up_tasks](int64_t task, int64_t next, int thread) {
       gate_up(plan_.up(task), plan_.up(std::min(next, up_tasks - 1)), scratch(thread));
@@ -45,17 +45,26 @@ class Int8Experts {
   }
 
  private:
+  ExpertCut cut() const {
+    if (!kernel_.cut.row_blocks) return {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsPerMiB};
+    return {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsOfBlocks, .down_panels = kMostDownPanelsPerTask};
+  }
+
   void lay_out() {
     const auto routed = static_cast<int64_t>(plan_.routing().rows.size());
     const bool whole = plan_.whole_blocks();
     between_stride_ = round_up(c_.inter, kPanel);
     Carver one;
-    rows_room_ = Int8RowsRoom(one, most_rows_, c_.hidden);
-    spare_at_ = one.take(2 * std::max(w13(0, 0).spare_bytes(), w2(0).spare_bytes()));
+    const bool by_blocks = kernel_.cut.row_blocks;
+    rows_room_ = Int8RowsRoom(one, most_rows_, c_.hidden, by_blocks);
+    spare_at_ = one.take(std::max(2 * w13(0, 0).spare_bytes(), plan_.down_panels_per_task() * w2(0).spare_bytes()));
+    const int64_t up_sums = 2 * (c_.hidden > kernel_.cut.best_k ? most_rows_ : 0);
+    const int64_t down_sums = plan_.down_panels_per_task() * (c_.inter > kernel_.cut.best_k ? kernel_.cut.max_rows : 0);
+    parts_at_ = one.take(sizeof(int32_t) * kPanel * static_cast<size_t>(std::max(up_sums, down_sums)));
     sums_at_ = one.take(TokenSums::room_bytes(plan_.routing(), plan_.tokens_per_group(), kPanel * plan_.down_panels_per_task()));
     between_at_ = one.take(whole ? sizeof(float) * most_rows_ * between_stride_ : 0);
     Carver all;
-    const Int8RowsRoom x_room(all, c_.tokens, c_.hidden), inter_room(all, routed, c_.inter);
+    const Int8RowsRoom x_room(all, c_.tokens, c_.hidden, false), inter_room(all, routed, c_.inter, by_blocks);
     const size_t between_at = all.take(whole ? 0 : sizeof(float) * routed * between_stride_);
     scratch_bytes_ = (one.total() + 4095) / 4096 * 4096;
     const size_t scratch_at = all.take(scratch_bytes_ * num_threads());
@@ -85,7 +94,8 @@ class Int8Experts {
   // other columns, or is rounded at once where these are all. `after`: what this thread does next.
   void gate_up(const UpTask& task, const UpTask& after, char* scratch) const {
     const Block& block = task.block;
-    const Int8Rows rows = rows_room_.in(scratch);
+    Int8Rows rows = rows_room_.in(scratch);
+    if (rows.layout.by_blocks()) rows.layout = RowLayout::blocks(block.end - block.begin);
     gather(block, rows);
     const bool whole = plan_.whole_blocks();
     float* to = whole ? reinterpret_cast<float*>(scratch + between_at_) : between(block);
@@ -101,7 +111,7 @@ class Int8Experts {
 
   void gather(const Block& block, const Int8Rows& rows) const {
     for (int64_t row = block.begin; row < block.end; ++row) {
-      if (row + 1 < block.end) fetch(x_.row(rows_[row + 1].token), static_cast<size_t>(x_.stride));
+      if (row + 1 < block.end) fetch(x_.at(rows_[row + 1].token), static_cast<size_t>(x_.layout.row));
       x_.copy(rows_[row].token, rows, row - block.begin);
     }
   }
@@ -116,15 +126,36 @@ class Int8Experts {
     const Int8Panel up_panel(kernel_, up, panel, up_bias, spare + gate.spare_bytes());
     const uint8_t* next_gate = w13(next.expert, 0).panel(next.panel);
     const uint8_t* next_up = w13(next.expert, 1).panel(next.panel);
-    const Tiles tiles(0, block.end - block.begin, kernel_.max_rows);
+    const Tiles tiles(0, block.end - block.begin, kernel_.cut);
+    const KParts parts = tiles.parts(c_.hidden, kernel_.cut, kRowBytes);
+    auto* gate_sums = reinterpret_cast<int32_t*>(scratch + parts_at_);
+    int32_t* up_sums = gate_sums + tiles.rows * kPanel;
+    // Part by part, one of the two panels at a time stays in the first cache.
+    if (parts.count > 1)
+      for (int64_t part = 0; part < parts.count; ++part) {
+        add_part(rows, tiles, parts, part, gate_panel, next_gate, gate_sums);
+        add_part(rows, tiles, parts, part, up_panel, next_up, up_sums);
+      }
     alignas(64) float gates[kMaxRows * kPanel], ups[kMaxRows * kPanel];
     for (int64_t tile = 0; tile < tiles.count; ++tile) {
+      const Int8TileOf gate_tile{tiles, tile, next_gate}, up_tile{tiles, tile, next_up};
       const int64_t row = tiles.at(tile);
-      const int m = tiles.size(tile);
-      gate_panel.multiply(rows, row, m, ahead(tiles, tile, gate, next_gate), gates, kPanel);
-      up_panel.multiply(rows, row, m, ahead(tiles, tile, up, next_up), ups, kPanel);
-      mix(gates, ups, m, to + row * between_stride_);
+      if (parts.count > 1) {
+        gate_panel.finish(rows, gate_tile, gate_sums + row * kPanel, gates, kPanel);
+        up_panel.finish(rows, up_tile, up_sums + row * kPanel, ups, kPanel);
+      } else {
+        gate_panel.multiply(rows, gate_tile, gates, kPanel);
+        up_panel.multiply(rows, up_tile, ups, kPanel);
+      }
+      mix(gates, ups, tiles.size(tile), to + row * between_stride_);
     }
+  }
+
+  // A part of k of all tiles.
+  static void add_part(const Int8Rows& rows, const Tiles& tiles, const KParts& parts, int64_t part, const Int8Panel& panel,
+                       const uint8_t* next, int32_t* sums) {
+    for (int64_t tile = 0; tile < tiles.count; ++tile)
+      panel.add_up(rows, {tiles, tile, next}, parts.at(part), parts.length(part), sums + tiles.at(tile) * kPanel);
   }
 
   void mix(const float* gates, const float* ups, int m, float* to) const {
@@ -137,11 +168,7 @@ class Int8Experts {
 
   void round_block(const Block& block, const float* from) const {
     for (int64_t row = block.begin; row < block.end; ++row)
-      round_row(from + (row - block.begin) * between_stride_, c_.inter, inter_, row);
-  }
-
-  static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedInt8& weight, const uint8_t* next) {
-    return tiles.ahead(tile, next, weight.panel_bytes(), quad_steps(weight.k));
+      round_row(from + (row - block.begin) * between_stride_, inter_, row);
   }
 
   // `after`: what this thread needs next.
@@ -149,7 +176,7 @@ class Int8Experts {
     const TileUse use(kernel_.release);
     sum_down_products(c_, plan_, task, after, scratch + sums_at_,
                       [&](int64_t expert, int64_t from, int64_t to, const Place& next, TokenSums& sums) {
-                        down_products(expert, Tiles(from, to, kernel_.max_rows), task, next, sums, scratch);
+                        down_products(expert, Tiles(from, to, kernel_.cut), task, next, sums, scratch);
                       });
   }
 
@@ -157,22 +184,41 @@ class Int8Experts {
                      char* scratch) const {
     const PackedInt8 weight = w2(expert), later = w2(after.expert);
     const int64_t panels = task.last - task.first, stride = panels * kPanel;
-    alignas(64) float products[kMaxRows * kPanel * kDownPanelsPerTask];
-    std::array<std::optional<Int8Panel>, kDownPanelsPerTask> ready;
+    const KParts parts = tiles.parts(c_.inter, kernel_.cut, kRowBytes);
+    auto* part_sums = reinterpret_cast<int32_t*>(scratch + parts_at_);
+    alignas(64) float products[kMaxRows * kPanel * kMostDownPanelsPerTask];
+    std::array<std::optional<Int8Panel>, kMostDownPanelsPerTask> ready;
     for (int64_t p = 0; p < panels; ++p) {
       const int64_t panel = task.first + p;
       const float* bias = c_.w2_bias == nullptr ? nullptr : c_.w2_bias + expert * c_.hidden + panel * kPanel;
       ready[p].emplace(kernel_, weight, panel, bias, reinterpret_cast<uint8_t*>(scratch + spare_at_ + p * weight.spare_bytes()));
     }
     for (int64_t tile = 0; tile < tiles.count; ++tile) {
-      const int64_t row = tiles.at(tile);
       const int m = tiles.size(tile);
+      const auto of = [&](int64_t p) {
+        Int8TileOf own{tiles, tile, later.panel(std::min(after.panel + p, later.panels() - 1))};
+        if (inter_.layout.by_blocks()) bring_inter_rows(own, plan_.first_row(after.expert, task.group), p, panels);
+        return own;
+      };
+      for (int64_t part = 0; parts.count > 1 && part < parts.count; ++part)
+        for (int64_t p = 0; p < panels; ++p)
+          ready[p]->add_up(inter_, of(p), parts.at(part), parts.length(part), part_sums + p * m * kPanel);
       for (int64_t p = 0; p < panels; ++p) {
-        const uint8_t* next = later.panel(std::min(after.panel + p, later.panels() - 1));
-        ready[p]->multiply(inter_, row, m, ahead(tiles, tile, weight, next), products + p * kPanel, stride);
+        if (parts.count > 1)
+          ready[p]->finish(inter_, of(p), part_sums + p * m * kPanel, products + p * kPanel, stride);
+        else
+          ready[p]->multiply(inter_, of(p), products + p * kPanel, stride);
       }
-      sums.add(row, m, products);
+      sums.add(tiles.at(tile), m, products);
     }
+  }
+
+  // The rows of the next tile, or those from `later` on: each of `panels` tiles brings its share of them.
+  void bring_inter_rows(Int8TileOf& of, int64_t later, int64_t share, int64_t panels) const {
+    const bool last = of.tile + 1 == of.tiles.count;
+    const int64_t count = last ? kernel_.cut.usual_rows() : of.tiles.size(of.tile + 1);
+    of.count = divide_up(count, panels);
+    of.next_rows = inter_.at((last ? later : of.tiles.at(of.tile + 1)) + std::min(share * of.count, count));
   }
 
   const ExpertsCall& c_;
@@ -182,7 +228,7 @@ class Int8Experts {
   const ExpertPlan plan_;
   const RoutedRow* const rows_;
   Int8RowsRoom rows_room_;
-  size_t spare_at_ = 0, sums_at_ = 0, between_at_ = 0, scratch_bytes_ = 0;
+  size_t spare_at_ = 0, parts_at_ = 0, sums_at_ = 0, between_at_ = 0, scratch_bytes_ = 0;
   int64_t between_stride_ = 0;  // floats
   Int8Rows x_{}, inter_{};      // by token; by expert and then by token
   float* between_ = nullptr;    // of all blocks, where a block's columns lie in several tasks

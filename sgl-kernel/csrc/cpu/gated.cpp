@@ -22,7 +22,7 @@ class Gated {
             c_.scales == nullptr ? nullptr : c_.scales + c_.inter, c_.inter, c_.hidden},
         first_panel_(c_.first / kPanel),
         panels_(divide_up(c_.last, kPanel) - first_panel_),
-        blocks_(divide_up(c_.rows, kTilesPerBlock * tile_.max_rows)),
+        blocks_(divide_up(c_.rows, kTilesPerBlock * tile_.cut.max_rows)),
         chunks_(std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_), 1, panels_)),
         row_bytes_(c_.hidden * static_cast<int64_t>(size_of(row_dtype_))),
         in_place_(row_dtype_ == c_.x_dtype && (blocks_ == 1 || row_stride(row_bytes_) == row_bytes_)),
@@ -54,7 +54,7 @@ class Gated {
 
   // A block of rows through a chunk of the panels of gate and up.
   void multiply(int64_t chunk, int64_t block, char* spare) const {
-    const Tiles tiles(block_begin(block), block_begin(block + 1), tile_);
+    const Tiles tiles(block_begin(block), block_begin(block + 1), tile_.cut);
     const TileUse use(tile_);
     alignas(64) float gates[kMaxRows * kPanel], ups[kMaxRows * kPanel];
     const int64_t end = first_panel_ + panels_ * (chunk + 1) / chunks_;

@@ -8,7 +8,7 @@
 // with w = min(kPanel, N - p * kPanel), so that a packed matrix has exactly the size of the plain one.
 //
 // Rows of activations lie as they are: bf16 where Isa::bf16_pairs and the weight is bf16, otherwise f32. Kernels that have
-// TileKernel::row_blocks can take them by blocks of k, too: [k / kBlockK][row][kBlockK].
+// TileCut::row_blocks can take them by blocks of k, too: [k / kBlockK][row][kBlockK].
 //
 // A tile adds up each output in an order that depends on k alone, however many rows it has: a row's result does not
 // depend on the rows beside it. A k cut into parts at multiples of kBlockK, each added to what was there, gives the bits of the
@@ -27,7 +27,7 @@ constexpr int64_t kLineBytes = 64;  // of a cache line
 constexpr int64_t kWayBytes = 4096;  // of a first cache, which has but 8 to 12 ways: lines so far apart share a place in each
 constexpr int64_t kBlockK = 32;  // numbers of a row, see below
 constexpr int64_t kAnyK = int64_t{1} << 40;
-constexpr int64_t kTilesWithoutParts = 2;  // so few tiles read a panel too rarely for k to be cut, see TileKernel::best_k
+constexpr int64_t kTilesWithoutParts = 2;  // so few tiles read a panel too rarely for k to be cut, see TileCut::best_k
 
 // How far apart rows of so many bytes should begin, so that the caches have room for those of a tile.
 inline int64_t row_stride(int64_t bytes) { return bytes % kWayBytes == 0 ? bytes + kLineBytes : bytes; }
@@ -79,13 +79,26 @@ struct Tile {
   int64_t c_stride;
   bool add;
   Ahead ahead;
-  int64_t a_block = 0;  // bytes from one kBlockK numbers of a row to the next ones; 0: they follow one another
+  int64_t a_block = 0;  // bytes from one line of a row to the next; 0: they follow one another
   uint32_t base = 0;         // of a coded panel
   void* kept = nullptr;  // where a panel's numbers go for TileKernel::run_kept, or null
 };
 using TileFn = void (*)(const Tile& tile);
 // The same, where the rows' next `second_k` numbers meet the panel `second`.
 using TwoPanelsFn = void (*)(const Tile& tile, const void* second, int64_t second_k);
+
+// How a kernel's rows and its k are best cut into tiles.
+struct TileCut {
+  int max_rows;             // of a tile, at most kMaxRows
+  int full_rows = 0;        // of all tiles but the last, which has up to max_rows; 0: there are as few equal ones as there can be
+  bool row_blocks = false;  // rows are best given by blocks of k
+  int64_t best_k = kAnyK;   // a longer k is best cut into parts of it, whole lines, whose panel stays in the first cache
+
+  // Of most tiles.
+  int usual_rows() const { return full_rows == 0 ? max_rows : full_rows; }
+  // Whether a longer k than best_k is cut for so many tiles of a panel.
+  bool cuts_k(int64_t tiles) const { return tiles > kTilesWithoutParts && best_k != kAnyK; }
+};
 
 // The tiles for weights of one number type, all of the same order.
 struct TileKernel {
@@ -96,17 +109,9 @@ struct TileKernel {
   TileFn run_coded;   // takes coded panels as they lie, whole ones; null where they are decoded before
   TileFn run_kept;    // takes what another tile kept of a panel; null where tiles keep nothing. See Isa::row_dtype
   TileFn run_kept_half;  // the same as run_half; null where there is none
-  int max_rows;       // of a tile, at most kMaxRows
-  int full_rows;      // rows are cut into tiles of so many, the last of up to max_rows; 0: into as few equal ones as there can be
+  TileCut cut;
   bool chained;       // see above
-  bool row_blocks;    // rows are best given by blocks of k
-  int64_t best_k;     // a longer k is best cut into parts of it, whose panel stays in the first cache; a multiple of kBlockK
   void (*release)();  // gives back what a tile sets up on its thread, see TileUse in tasks.h; null where it sets up nothing
-
-  // Of most tiles.
-  int usual_rows() const { return full_rows == 0 ? max_rows : full_rows; }
-  // Whether a longer k than best_k is cut for so many tiles of a panel.
-  bool cuts_k(int64_t tiles) const { return tiles > kTilesWithoutParts && best_k != kAnyK; }
 };
 
 // Rows of kPanel f32, `from_stride` apart, into rows of bf16 or f32, `to_stride` bytes apart, rounded to nearest.

@@ -126,6 +126,8 @@ void run(const Tile& tile) {
 
 }  // namespace
 
+constexpr TileCut kCut{.max_rows = kMaxRows, .full_rows = kTwoTiles, .row_blocks = true, .best_k = 256};
+
 constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_i8 = run<PanelI8>,
                                         .run_half = nullptr,
@@ -133,11 +135,8 @@ constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_coded = run<PanelCoded>,
                                         .run_kept = nullptr,
                                         .run_kept_half = nullptr,
-                                        .max_rows = kMaxRows,
-                                        .full_rows = kTwoTiles,
+                                        .cut = kCut,
                                         .chained = false,
-                                        .row_blocks = true,
-                                        .best_k = 256,
                                         .release = release};
 }  // namespace sgl_batch
 #endif

@@ -26,14 +26,15 @@ struct Multiply {
     BlockPrefetch prefetch(tile.ahead);
     const auto* a = tile.a;
     const auto* panel = tile.panel;
-    for (int i = 0; i < tile.m; ++i)
-      for (int j = 0; j < kPanel; ++j) tile.c[i * kPanel + j] = tile.starts[i];
     configure(tile.m);
-    load_sums(tile.c, kSumStride, starts);
+    if (tile.add)
+      load_sums(tile.c, kSumStride, starts);
+    else
+      zero_sums(tile.c, kSumStride, starts);
     for (int64_t block = tile.steps / kSteps; block > 0; --block) {
       prefetch.advance();
       multiply_block<ByteProduct, hold>(a, tile.a_stride, panel, starts);
-      a += kTileRowBytes;
+      a += tile.a_block;
       panel += kSteps * kStepBytes;
     }
     if (rest > 0) {
@@ -51,6 +52,11 @@ void run(const Int8Tile& tile) { by_hold<Multiply>(tile); }
 }  // namespace
 
 constinit const Int8Kernel kAmxInt8{
-    .name = "amx_int8", .run = run, .run_scaled = nullptr, .max_rows = kTwoTiles, .release = release};
+    .name = "amx_int8",
+    .run = run,
+    .run_scaled = nullptr,
+    .divide = divide_avx512,
+    .cut = {.max_rows = kMaxRows, .full_rows = kTwoTiles, .row_blocks = true, .best_k = 512},
+    .release = release};
 }  // namespace sgl_batch
 #endif

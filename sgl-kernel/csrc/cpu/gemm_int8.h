@@ -6,10 +6,11 @@
 // with w = min(kPanel, N - p * kPanel), so that a packed matrix has exactly the size of the plain one. Instructions multiply
 // unsigned by signed bytes: a packed number is the plain one plus 128, unsigned.
 //
-// Rows of activations are signed, and filled up with zeros to a multiple of kRowBytes.
+// Rows of activations are signed, and filled up with zeros to a multiple of kRowBytes. Kernels that have TileCut::row_blocks
+// can take them by blocks of k, too: [k / kRowBytes][row][kRowBytes].
 //
-// Sums are exact, as long as k is at most kMostInputs: a row's result depends on nothing but the row, and is the same from
-// every kernel.
+// Sums go around at the ends of int32. With what takes back the 128 they are exact, as long as k is at most kMostInputs: a
+// row's result depends on nothing but the row, and is the same from every kernel.
 #pragma once
 
 #include <cstdint>
@@ -19,41 +20,53 @@
 namespace sgl_batch {
 
 constexpr int64_t kQuad = 4;        // numbers of a step over k
-constexpr int64_t kRowBytes = 64;   // a multiple of what any kernel reads of a row at once
+constexpr int64_t kRowBytes = kLineBytes;  // a multiple of what any kernel reads of a row at once
 constexpr int kUnsignedShift = 128;
 constexpr int64_t kMostInputs = (int64_t{1} << 31) / (127 * 128) - 1;
 
-// c[m][kPanel] = starts[m] + a[m, k] x panel[k, kPanel], in int32. Rows of a are `a_stride` bytes apart. The panel has its
-// full width and whole steps over k. A row's start is -kUnsignedShift times the sum of its numbers, which takes back what
-// was added to the weights.
+// c[m][kPanel] = a[m, k] x panel[k, kPanel], or c + that where k is cut into parts (TileCut::best_k), in int32. Rows of a are
+// `a_stride` bytes apart. The panel has its full width and whole steps over k.
 struct Int8Tile {
   const int8_t* a;
   int64_t a_stride;
   const uint8_t* panel;
   int64_t steps;
   int m;
-  const int32_t* starts;
   int32_t* c;
   Ahead ahead;
+  bool add = false;
+  int64_t a_block = kRowBytes;  // bytes from one kRowBytes of a row to the next
 };
 using Int8TileFn = void (*)(const Int8Tile& tile);
 
-// A tile whose sums become numbers at once, as scale_sums has it: its c is not written, but `to`, rows of kPanel f32
-// that begin `to_stride` floats apart.
+// How sums become numbers: ((sum + its row's shift) * its row's scale) * its column's scale. A row's shift is -kUnsignedShift
+// times the sum of its numbers, which takes back what was added to the weights.
+struct Scaling {
+  const int32_t* row_shifts;
+  const float* row_scales;
+  const float* column_scales;
+};
+
+// A tile whose sums become numbers at once: its c is not written, but `to`, rows of kPanel f32 that begin `to_stride` floats
+// apart. All kPanel columns have a scale.
 struct ScaledInt8Tile {
   Int8Tile sums;
-  const float* row_scales;
-  const float* column_scales;  // of all kPanel columns
+  Scaling by;
   float* to;
   int64_t to_stride;
 };
 using ScaledInt8TileFn = void (*)(const ScaledInt8Tile& tile);
 
+// k numbers of bf16 or f32 over `scale`, rounded to nearest, ties to even, and no larger than 127; returns the sum of what it
+// writes. Each kRowBytes of it begin `block` bytes after the last.
+using DivideFn = int32_t (*)(const void* row, DType dtype, int64_t k, float scale, int8_t* to, int64_t block);
+
 struct Int8Kernel {
   const char* name;
   Int8TileFn run;
   ScaledInt8TileFn run_scaled;  // null where sums are scaled afterwards; the bits are the same
-  int max_rows;       // of a tile, at most kMaxRows
+  DivideFn divide;              // null where plain loops do it; the bits are the same
+  TileCut cut;
   void (*release)();  // as in TileKernel
 };
 
@@ -65,6 +78,7 @@ extern const Int8Kernel kPortableInt8;
 extern const Int8Kernel kAvx2Int8;
 extern const Int8Kernel kAvx512VnniInt8;
 extern const Int8Kernel kAmxInt8;
+int32_t divide_avx512(const void* row, DType dtype, int64_t k, float scale, int8_t* to, int64_t block);
 #endif
 
 }  // namespace sgl_batch

@@ -28,7 +28,7 @@ struct TileHalves {
   static void run_columns(const Int8Tile& tile, int column) {
     __m256i sums[M][kVectors];
 #pragma GCC unroll 8
-    for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = _mm256_set1_epi32(tile.starts[i]);
+    for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = _mm256_setzero_si256();
     const uint8_t* b = tile.panel + column * kQuad;
     QuadRows<M> rows(tile);
     QuadPrefetch prefetch(column == 0 ? tile.ahead : Ahead{b, 0});
@@ -61,6 +61,11 @@ struct TileHalves {
 }  // namespace
 
 constinit const Int8Kernel kAvx2Int8{
-    .name = "avx2", .run = by_rows<TileHalves, kRows>, .run_scaled = nullptr, .max_rows = kRows, .release = nullptr};
+    .name = "avx2",
+    .run = by_rows<TileHalves, kRows>,
+    .run_scaled = nullptr,
+    .divide = nullptr,
+    .cut = {.max_rows = kRows},
+    .release = nullptr};
 }  // namespace sgl_batch
 #endif

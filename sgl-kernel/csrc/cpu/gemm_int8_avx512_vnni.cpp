@@ -11,7 +11,7 @@ namespace {
 constexpr int kRows = 12;
 
 // With this type from the first sum to the last use of it the compiler keeps each in one register.
-typedef int32_t Sums __attribute__((vector_size(64)));
+typedef uint32_t Sums __attribute__((vector_size(64)));
 
 inline const Int8Tile& sums_of(const Int8Tile& tile) { return tile; }
 inline const Int8Tile& sums_of(const ScaledInt8Tile& tile) { return tile.sums; }
@@ -21,13 +21,15 @@ inline void put(const Int8Tile& tile, int row, Sums low, Sums high) {
   _mm512_storeu_si512(tile.c + row * kPanel + 16, (__m512i)high);
 }
 
-inline __m512 numbers(Sums sums) { return (__m512)__builtin_convertvector(sums, __v16sf); }
+inline __m512 numbers(Sums sums) { return (__m512)__builtin_convertvector((__v16si)sums, __v16sf); }
 
 inline void put(const ScaledInt8Tile& tile, int row, Sums low, Sums high) {
-  const __m512 scale = _mm512_set1_ps(tile.row_scales[row]);
+  const Scaling& by = tile.by;
+  const auto shift = (Sums)_mm512_set1_epi32(by.row_shifts[row]);
+  const __m512 scale = _mm512_set1_ps(by.row_scales[row]);
   float* to = tile.to + row * tile.to_stride;
-  _mm512_storeu_ps(to, numbers(low) * scale * _mm512_loadu_ps(tile.column_scales));
-  _mm512_storeu_ps(to + 16, numbers(high) * scale * _mm512_loadu_ps(tile.column_scales + 16));
+  _mm512_storeu_ps(to, numbers(low + shift) * scale * _mm512_loadu_ps(by.column_scales));
+  _mm512_storeu_ps(to + 16, numbers(high + shift) * scale * _mm512_loadu_ps(by.column_scales + 16));
 }
 
 template <int M, typename Tile>
@@ -36,7 +38,7 @@ struct Quads {
     const Int8Tile& tile = sums_of(given);
     Sums sums[M][2];
 #pragma GCC unroll 16
-    for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = (Sums)_mm512_set1_epi32(tile.starts[i]);
+    for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = Sums{};
     const uint8_t* b = tile.panel;
     QuadRows<M> rows(tile);
     QuadPrefetch prefetch(tile.ahead);
@@ -64,7 +66,8 @@ struct ScaledQuads : Quads<M, ScaledInt8Tile> {};
 constinit const Int8Kernel kAvx512VnniInt8{.name = "avx512_vnni",
                                            .run = by_rows<TileQuads, kRows>,
                                            .run_scaled = by_rows<ScaledQuads, kRows, ScaledInt8Tile>,
-                                           .max_rows = kRows,
+                                           .divide = divide_avx512,
+                                           .cut = {.max_rows = kRows},
                                            .release = nullptr};
 }  // namespace sgl_batch
 #endif

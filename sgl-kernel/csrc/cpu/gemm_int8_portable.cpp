@@ -9,9 +9,7 @@ constexpr int kRows = 4;
 template <int M>
 struct TilePlain {
   static void run(const Int8Tile& tile) {
-    uint32_t sums[M][kPanel];  // may pass the ends of int32 on the way
-    for (int i = 0; i < M; ++i)
-      for (int j = 0; j < kPanel; ++j) sums[i][j] = static_cast<uint32_t>(tile.starts[i]);
+    uint32_t sums[M][kPanel] = {};  // of int32 it would not be defined what lies beyond the ends
     for (int64_t step = 0; step < tile.steps; ++step) {
       const uint8_t* b = tile.panel + step * kStepBytes;
       for (int i = 0; i < M; ++i) {
@@ -27,5 +25,10 @@ struct TilePlain {
 }  // namespace
 
 constinit const Int8Kernel kPortableInt8{
-    .name = "portable", .run = by_rows<TilePlain, kRows>, .run_scaled = nullptr, .max_rows = kRows, .release = nullptr};
+    .name = "portable",
+    .run = by_rows<TilePlain, kRows>,
+    .run_scaled = nullptr,
+    .divide = nullptr,
+    .cut = {.max_rows = kRows},
+    .release = nullptr};
 }  // namespace sgl_batch

@@ -228,11 +228,8 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8 = nullptr, TileFn run_h
           .run_coded = run_coded,
           .run_kept = run_kept,
           .run_kept_half = run_kept_half,
-          .max_rows = kRows,
-          .full_rows = 0,
+          .cut = {.max_rows = kRows},
           .chained = true,
-          .row_blocks = false,
-          .best_k = kAnyK,
           .release = nullptr};
 }
 

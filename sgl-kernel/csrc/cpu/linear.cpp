@@ -18,13 +18,15 @@ class Linear {
         row_dtype_(isa_.row_dtype(c_.w.dtype)),
         tile_(isa_.tile(c_.w.dtype)),
         element_(static_cast<int64_t>(size_of(c_.x_dtype))),
-        row_bytes_(c_.w.k * static_cast<int64_t>(size_of(row_dtype_))),
-        blocks_(divide_up(c_.rows, rows_per_block(tile_, c_.w.k))),
-        crowded_(!tile_.row_blocks && c_.rows > tile_.max_rows && row_stride(c_.x_row * element_) != c_.x_row * element_),
+        row_element_(static_cast<int64_t>(size_of(row_dtype_))),
+        row_bytes_(c_.w.k * row_element_),
+        blocks_(divide_up(c_.rows, rows_per_block(tile_.cut, 2 * c_.w.k))),
+        crowded_(!tile_.cut.row_blocks && c_.rows > tile_.cut.max_rows &&
+                 row_stride(c_.x_row * element_) != c_.x_row * element_),
         converts_(row_dtype_ != c_.x_dtype && blocks_ >= kTasksPerThread * num_threads()),
         in_place_(converts_ || (row_dtype_ == c_.x_dtype && !(crowded_ && blocks_ == 1))),
         stride_(in_place_ ? c_.x_row * element_ : row_stride(row_bytes_)),
-        spread_(in_place_ && blocks_ > 1 && (tile_.row_blocks || crowded_ || converts_)),
+        spread_(in_place_ && blocks_ > 1 && (tile_.cut.row_blocks || crowded_ || converts_)),
         chunks_(divide_up(c_.w.panels(), panels_per_task())) {}
 
   void run() {
@@ -34,9 +36,9 @@ class Linear {
     spare_at_ = one.take(c_.w.spare_bytes(isa_));
     const int64_t block_rows = divide_up(c_.rows, blocks_);
     const RowLayout layout = layout_of(block_rows);
-    const int64_t block_bytes = tile_.row_blocks ? layout.bytes(c_.w.k) : block_rows * layout.row;
-    spread_at_ = one.take(spread_ ? static_cast<size_t>(block_bytes) : 0);
-    results_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(block_rows + tile_.max_rows));
+    spread_at_ = one.take(spread_ ? layout.room(block_rows, row_bytes_) : 0);
+    row_at_ = one.take(spread_ ? static_cast<size_t>(row_bytes_) : 0);
+    results_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(block_rows + tile_.cut.max_rows));
     const size_t own_bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     const size_t own_at = carver.take(own_bytes * num_threads());
     static thread_local Workspace workspace;
@@ -72,8 +74,8 @@ class Linear {
 
   // How a block's rows lie when they meet weights.
   RowLayout layout_of(int64_t rows) const {
-    if (!spread_) return RowLayout::plain(stride_, row_dtype_);
-    return tile_.row_blocks ? RowLayout::blocks(rows) : RowLayout::plain(row_stride(row_bytes_), row_dtype_);
+    if (!spread_) return RowLayout::plain(stride_);
+    return tile_.cut.row_blocks ? RowLayout::blocks(rows) : RowLayout::plain(row_stride(row_bytes_));
   }
 
   int64_t block_begin(int64_t block) const { return c_.rows * block / blocks_; }
@@ -99,13 +101,13 @@ class Linear {
   void multiply(const Task& task, const char* after, char* own) const {
     const PackedWeight w = of_head(task.head);
     const int64_t begin = block_begin(task.block), last = first_panel(task.chunk + 1);
-    const Tiles tiles(begin, block_begin(task.block + 1), tile_);
-    const KParts parts = tiles.parts(w.k, tile_);
+    const Tiles tiles(begin, block_begin(task.block + 1), tile_.cut);
+    const KParts parts = tiles.parts(w.k, tile_.cut);
     const RowLayout layout = layout_of(tiles.rows);
     const TileUse use(tile_);
     auto* results = reinterpret_cast<float*>(own + results_at_);
     const char* rows = in_place_ ? given(task.head, begin) : converted(task.head, begin);
-    if (spread_) rows = spread(task.head, tiles, layout, own + spread_at_);
+    if (spread_) rows = spread(task.head, tiles, layout, own + spread_at_, own + row_at_);
     for (int64_t panel = first_panel(task.chunk); panel < last; ++panel) {
       ReadyPanel ready = w.ready(panel, isa_, own + spare_at_, tiles.count);
       const char* next = panel + 1 < last ? w.panel(panel + 1) : after;
@@ -116,9 +118,10 @@ class Linear {
           const int m = tiles.size(tile);
           // The sums of one tile alone stay in one place.
           float* result = results + (parts.count > 1 ? row * kPanel : 0);
+          if (part + 1 == parts.count) bring_outputs(task.head, panel, begin + row, m);
           const Ahead ahead = tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k), tile_steps(w.dtype, k));
-          ready.multiply({rows + layout.at(row, k), layout.row, ready.from(k), parts.length(part), m, result, kPanel, part > 0,
-                          ahead, layout.block});
+          ready.multiply({rows + layout.at(row, k * row_element_), layout.row, ready.from(k), parts.length(part), m, result, kPanel,
+                          part > 0, ahead, layout.block});
           if (part + 1 < parts.count) continue;
           w.scale(panel, isa_, result, kPanel, m);
           store(task.head, panel, begin + row, m, result);
@@ -127,17 +130,24 @@ class Linear {
     }
   }
 
-  // The rows by blocks of k, as weights meet them, or only further apart.
-  const char* spread(int64_t head, const Tiles& tiles, const RowLayout& layout, char* to) const {
+  // The rows by blocks of k, as weights meet them, or only further apart. `one`: room for a converted row.
+  const char* spread(int64_t head, const Tiles& tiles, const RowLayout& layout, char* to, char* one) const {
     for (int64_t row = 0; row < tiles.rows; ++row) {
       if (row + 1 < tiles.rows) fetch(given(head, tiles.begin + row + 1), static_cast<size_t>(c_.w.k * element_));
       const char* from = given(head, tiles.begin + row);
-      if (tile_.row_blocks)
-        spread_row(to + layout.at(row, 0), layout.block, from, c_.w.k);
-      else
+      if (!layout.by_blocks()) {
         convert_row(to + layout.at(row, 0), row_dtype_, from, c_.x_dtype, c_.w.k);
+        continue;
+      }
+      if (converts_) convert_row(one, row_dtype_, from, c_.x_dtype, c_.w.k);
+      spread_row(to + layout.at(row, 0), layout.block, converts_ ? one : from, c_.w.k);
     }
     return to;
+  }
+
+  void bring_outputs(int64_t head, int64_t panel, int64_t row, int m) const {
+    char* out = static_cast<char*>(c_.out) + (row * c_.out_row + head * c_.out_head + panel * kPanel) * element_;
+    for (int i = 0; i < m; ++i) fetch_to_write(out + i * c_.out_row * element_, static_cast<size_t>(kPanel * element_));
   }
 
   void store(int64_t head, int64_t panel, int64_t row, int m, float* result) const {
@@ -155,14 +165,14 @@ class Linear {
   const Isa& isa_;
   const DType row_dtype_;
   const TileKernel& tile_;
-  const int64_t element_, row_bytes_, blocks_;
+  const int64_t element_, row_element_, row_bytes_, blocks_;
   const bool crowded_;   // rows lie so that a tile's would share a place in the caches
   const bool converts_;  // each task converts its rows: there are blocks enough for tasks of whole ones
   const bool in_place_;  // rows are not converted before: they meet weights as given, or each task copies them
   const int64_t stride_;  // from row to row, as given or converted
   const bool spread_;    // each task copies its rows, by blocks of k, further apart or in another number type
   const int64_t chunks_;
-  size_t spare_at_ = 0, spread_at_ = 0, results_at_ = 0;
+  size_t spare_at_ = 0, spread_at_ = 0, row_at_ = 0, results_at_ = 0;
   char* converted_ = nullptr;
 };
 

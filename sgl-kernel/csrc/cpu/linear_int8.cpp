@@ -16,49 +16,89 @@ class LinearInt8 {
   explicit LinearInt8(const LinearInt8Call& call)
       : c_(call),
         kernel_(int8_kernel()),
-        blocks_(divide_up(c_.rows, kTilesPerBlock * kernel_.max_rows)),
-        chunks_(divide_up(c_.w.panels(), panels_per_task(c_.w.panels() * blocks_, c_.w.panel_bytes()))),
+        blocks_(divide_up(c_.rows, rows_per_block(kernel_.cut, c_.w.k))),
+        by_blocks_(kernel_.cut.row_blocks && blocks_ > 1),
+        chunks_(divide_up(c_.w.panels(), panels_of_chunk())),
         element_(static_cast<int64_t>(size_of(c_.x_dtype))) {}
 
   void run() {
     Carver carver;
-    const Int8RowsRoom rows_room(carver, c_.rows, c_.w.k);
-    const size_t spare_at = carver.take(c_.w.spare_bytes() * num_threads());
+    const Int8RowsRoom rows_room(carver, c_.rows, c_.w.k, kernel_.cut.row_blocks);
+    Carver one;
+    spare_at_ = one.take(c_.w.spare_bytes());
+    const int64_t block_rows = c_.w.k > kernel_.cut.best_k ? divide_up(c_.rows, blocks_) : 0;
+    sums_at_ = one.take(sizeof(int32_t) * kPanel * static_cast<size_t>(block_rows));
+    const size_t own_bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
+    const size_t own_at = carver.take(own_bytes * num_threads());
     static thread_local Workspace workspace;
     char* base = static_cast<char*>(workspace.at_least(carver.total()));
     carver.guard(base);
+    for (int thread = 0; thread < num_threads(); ++thread) one.guard(base + own_at + own_bytes * thread);
     rows_ = rows_room.in(base);
-    round_rows(c_.x, c_.x_dtype, c_.w.k * element_, c_.rows, c_.w.k, rows_);
-    // The blocks of one chunk come one after the other: its weights are then in the caches.
+    round_rows(c_.x, c_.x_dtype, c_.w.k * element_, c_.rows, rows_);
     const int64_t tasks = chunks_ * blocks_;
     run_tasks_ahead(tasks, [&](int64_t task, int64_t next, int thread) {
-      const uint8_t* after = c_.w.panel(first_panel(std::min(next, tasks - 1) / blocks_));
-      auto* spare = reinterpret_cast<uint8_t*>(base + spare_at) + c_.w.spare_bytes() * thread;
-      multiply(task / blocks_, task % blocks_, after, spare);
+      const Task after = task_of(std::min(next, tasks - 1));
+      multiply(task_of(task), c_.w.panel(first_panel(after.chunk)), base + own_at + own_bytes * thread);
     });
   }
 
  private:
+  struct Task {
+    int64_t chunk, block;
+  };
+
+  // The blocks of one chunk come one after the other: its weights are then in the caches. Where rows lie by blocks of k, a
+  // block's chunks do: its rows are, for as many panels as there are tasks left for.
+  Task task_of(int64_t task) const {
+    return by_blocks_ ? Task{task % chunks_, task / chunks_} : Task{task / blocks_, task % blocks_};
+  }
+
+  int64_t panels_of_chunk() const {
+    const int64_t panels = c_.w.panels();
+    if (!by_blocks_) return panels_per_task(panels * blocks_, c_.w.panel_bytes());
+    return divide_up(panels, std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_), 1, panels));
+  }
+
   int64_t block_begin(int64_t block) const { return c_.rows * block / blocks_; }
   int64_t first_panel(int64_t chunk) const { return c_.w.panels() * chunk / chunks_; }
 
-  // A block of rows through a chunk of panels. `after`: the panel that this thread needs next.
-  void multiply(int64_t chunk, int64_t block, const uint8_t* after, uint8_t* spare) const {
+  // A block of rows through a chunk of panels. `after`: the panel that this thread needs next. `own`: the thread's memory.
+  void multiply(const Task& task, const uint8_t* after, char* own) const {
     const PackedInt8& w = c_.w;
-    const int64_t last = first_panel(chunk + 1);
-    const Tiles tiles(block_begin(block), block_begin(block + 1), kernel_.max_rows);
+    const int64_t begin = block_begin(task.block), last = first_panel(task.chunk + 1);
+    const Tiles tiles(begin, block_begin(task.block + 1), kernel_.cut);
+    const KParts parts = tiles.parts(w.k, kernel_.cut, kRowBytes);
     const TileUse use(kernel_.release);
+    auto* sums = reinterpret_cast<int32_t*>(own + sums_at_);
     alignas(64) float result[kMaxRows * kPanel];
-    for (int64_t panel = first_panel(chunk); panel < last; ++panel) {
-      const Int8Panel ready(kernel_, w, panel, c_.bias == nullptr ? nullptr : c_.bias + panel * kPanel, spare);
+    for (int64_t panel = first_panel(task.chunk); panel < last; ++panel) {
+      const float* bias = c_.bias == nullptr ? nullptr : c_.bias + panel * kPanel;
+      const Int8Panel ready(kernel_, w, panel, bias, reinterpret_cast<uint8_t*>(own + spare_at_));
       const uint8_t* next = panel + 1 < last ? w.panel(panel + 1) : after;
-      for (int64_t tile = 0; tile < tiles.count; ++tile) {
-        const int64_t row = tiles.at(tile);
-        const int m = tiles.size(tile);
-        ready.multiply(rows_, row, m, tiles.ahead(tile, next, w.panel_bytes(), quad_steps(w.k)), result, kPanel);
-        store(panel, row, m, result);
+      for (int64_t part = 0; part < parts.count; ++part) {
+        for (int64_t tile = 0; tile < tiles.count; ++tile) {
+          const Int8TileOf of{tiles, tile, next};
+          const int64_t row = tiles.at(tile);
+          const int m = tiles.size(tile);
+          if (part + 1 == parts.count) bring_outputs(panel, row, m);
+          if (parts.count == 1) {
+            ready.multiply(rows_, of, result, kPanel);
+          } else {
+            int32_t* own_sums = sums + (row - begin) * kPanel;
+            ready.add_up(rows_, of, parts.at(part), parts.length(part), own_sums);
+            if (part + 1 < parts.count) continue;
+            ready.finish(rows_, of, own_sums, result, kPanel);
+          }
+          store(panel, row, m, result);
+        }
       }
     }
+  }
+
+  void bring_outputs(int64_t panel, int64_t row, int m) const {
+    const char* out = static_cast<char*>(c_.out) + (row * c_.w.n + panel * kPanel) * element_;
+    for (int i = 0; i < m; ++i) fetch_to_write(out + i * c_.w.n * element_, static_cast<size_t>(kPanel * element_));
   }
 
   void store(int64_t panel, int64_t row, int m, const float* result) const {
@@ -72,7 +112,10 @@ class LinearInt8 {
 
   const LinearInt8Call& c_;
   const Int8Kernel& kernel_;
-  const int64_t blocks_, chunks_, element_;
+  const int64_t blocks_;
+  const bool by_blocks_;  // a task's rows stay in the caches, see task_of
+  const int64_t chunks_, element_;
+  size_t spare_at_ = 0, sums_at_ = 0;
   Int8Rows rows_{};
 };
 

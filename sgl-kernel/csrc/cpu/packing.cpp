@@ -177,10 +177,10 @@ ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64
   const TileKernel& tile = isa.tile(dtype);
   const int64_t wide = kPanel * static_cast<int64_t>(size_of(tile_dtype(dtype)));
   const int64_t kept = kPanel * static_cast<int64_t>(size_of(isa.row_dtype(dtype)));
-  const bool keeps = tiles > 1 && tile.run_kept != nullptr && !tile.cuts_k(tiles);
+  const bool keeps = tiles > 1 && tile.run_kept != nullptr && !tile.cut.cuts_k(tiles);
   const bool widens = keeps && kept > wide && kept * k <= kMostKeptBytes && columns == kPanel;
   if (marks != nullptr && marks[index] != 0) {
-    if (tile.run_coded != nullptr && !tile.cuts_k(tiles))
+    if (tile.run_coded != nullptr && !tile.cut.cuts_k(tiles))
       return {panel(index), tile.run_coded, 0, marks[index] - 1u, keeps ? spare : nullptr, tile.run_kept, kept};
     decode_panel(isa, panel(index), k, marks[index], spare);
     return {spare, tile.run, wide};

@@ -7,6 +7,19 @@
 
 namespace sgl_batch {
 
+// The rows of one of several tiles, and what it brings closer: its share of the panel that comes next, and `count` of the rows
+// that do, where these lie by blocks of k.
+struct Int8TileOf {
+  int64_t row() const { return tiles.at(tile); }
+  int m() const { return tiles.size(tile); }
+
+  const Tiles& tiles;
+  int64_t tile;
+  const uint8_t* next_panel;
+  const int8_t* next_rows = nullptr;
+  int64_t count = 0;
+};
+
 // A panel of a weight, ready for tiles. `bias` of all its columns, or null.
 class Int8Panel {
  public:
@@ -14,34 +27,55 @@ class Int8Panel {
   Int8Panel(const Int8Kernel& kernel, const PackedInt8& weight, int64_t index, const float* bias, uint8_t* spare)
       : kernel_(kernel),
         ready_(weight.ready(index, spare)),
-        steps_(quad_steps(weight.k)),
         width_(weight.width(index)),
         scales_(weight.scales + index * kPanel),
         bias_(bias) {}
 
-  // Rows [row, row + m) times the panel: f32 rows that begin `stride` apart. All kPanel columns are written where the
-  // panel has as many.
-  void multiply(const Int8Rows& rows, int64_t row, int m, const Ahead& ahead, float* to, int64_t stride) const {
-    const Int8Tile tile{rows.row(row), rows.stride, ready_, steps_, m, rows.starts + row, nullptr, ahead};
-    if (kernel_.run_scaled != nullptr && width_ == kPanel)
-      kernel_.run_scaled({tile, rows.scales + row, scales_, to, stride});
-    else
-      scale_afterwards(tile, rows.scales + row, to, stride);
-    if (bias_ != nullptr)
-      for (int i = 0; i < m; ++i) add_row(to + i * stride, bias_, width_);
+  // A tile's rows times the panel: f32 rows that begin `stride` apart. All kPanel columns are written where the panel has as
+  // many.
+  void multiply(const Int8Rows& rows, const Int8TileOf& of, float* to, int64_t stride) const {
+    if (kernel_.run_scaled != nullptr && width_ == kPanel) {
+      kernel_.run_scaled({part(rows, of, 0, rows.k, nullptr), scaling(rows, of), to, stride});
+      add_bias(of, to, stride);
+      return;
+    }
+    alignas(64) int32_t sums[kMaxRows * kPanel];
+    kernel_.run(part(rows, of, 0, rows.k, sums));
+    finish(rows, of, sums, to, stride);
+  }
+
+  // The same over a part of k, [first, first + count): into rows of kPanel sums, or added to them if it is not the first part.
+  void add_up(const Int8Rows& rows, const Int8TileOf& of, int64_t first, int64_t count, int32_t* sums) const {
+    kernel_.run(part(rows, of, first, count, sums));
+  }
+
+  // What multiply gives, of the sums of all parts.
+  void finish(const Int8Rows& rows, const Int8TileOf& of, const int32_t* sums, float* to, int64_t stride) const {
+    scale_sums(sums, of.m(), width_, scaling(rows, of), to, stride);
+    add_bias(of, to, stride);
   }
 
  private:
-  void scale_afterwards(Int8Tile tile, const float* row_scales, float* to, int64_t stride) const {
-    alignas(64) int32_t sums[kMaxRows * kPanel];
-    tile.c = sums;
-    kernel_.run(tile);
-    scale_sums(sums, tile.m, width_, {row_scales, scales_}, to, stride);
+  // Made in its place: a copy of numbers just written would wait until all is written that the tile before it wrote.
+  Int8Tile part(const Int8Rows& rows, const Int8TileOf& of, int64_t first, int64_t count, int32_t* sums) const {
+    Int8Tile tile{.a = rows.at(of.row(), first), .a_stride = rows.layout.row, .panel = ready_ + first * kPanel,
+                  .steps = quad_steps(count), .m = of.m(), .c = sums,
+                  .ahead = of.tiles.ahead(of.tile, of.next_panel, kPanel * rows.k, quad_steps(rows.k), quad_steps(first)),
+                  .add = first > 0, .a_block = rows.layout.block};
+    if (of.next_rows != nullptr) bring_blocks(tile.ahead, of.next_rows + rows.layout.at(0, first), of.count, rows.layout);
+    return tile;
+  }
+  Scaling scaling(const Int8Rows& rows, const Int8TileOf& of) const {
+    return {rows.shifts + of.row(), rows.scales + of.row(), scales_};
+  }
+  void add_bias(const Int8TileOf& of, float* to, int64_t stride) const {
+    if (bias_ == nullptr) return;
+    for (int i = 0; i < of.m(); ++i) add_row(to + i * stride, bias_, width_);
   }
 
   const Int8Kernel& kernel_;
   const uint8_t* const ready_;
-  const int64_t steps_, width_;
+  const int64_t width_;
   const float* const scales_;
   const float* const bias_;
 };

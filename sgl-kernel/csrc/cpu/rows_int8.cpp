@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "clones.h"
 #include "tasks.h"
@@ -29,7 +30,6 @@ inline __attribute__((always_inline)) uint32_t largest_bits_of(const Number* row
   return most;
 }
 
-// Returns the sum of what it writes.
 template <typename Number>
 inline __attribute__((always_inline)) int32_t divided(const Number* __restrict row, int64_t k, float scale,
                                                       int8_t* __restrict to) {
@@ -47,75 +47,108 @@ inline __attribute__((always_inline)) int32_t divided(const Number* __restrict r
 
 SGL_BATCH_CLONES uint32_t largest_bits(const float* row, int64_t k) { return largest_bits_of(row, k); }
 SGL_BATCH_CLONES uint32_t largest_bits(const uint16_t* row, int64_t k) { return largest_bits_of(row, k); }
-SGL_BATCH_CLONES int32_t divide_row(const float* row, int64_t k, float scale, int8_t* to) {
+SGL_BATCH_CLONES int32_t divide_run(const float* row, int64_t k, float scale, int8_t* to) {
   return divided(row, k, scale, to);
 }
-SGL_BATCH_CLONES int32_t divide_row(const uint16_t* row, int64_t k, float scale, int8_t* to) {
+SGL_BATCH_CLONES int32_t divide_run(const uint16_t* row, int64_t k, float scale, int8_t* to) {
   return divided(row, k, scale, to);
+}
+
+// As DivideFn has it.
+template <typename Number>
+int32_t divide_row(const Number* row, int64_t k, float scale, int8_t* to, int64_t block) {
+  const int64_t run = block == kRowBytes ? std::max(k, kRowBytes) : kRowBytes;  // what lies in one piece
+  int32_t sum = 0;
+  for (int64_t first = 0; first < k; first += run, to += block)
+    sum += divide_run(row + first, std::min(run, k - first), scale, to);
+  return sum;
+}
+
+// Sums and shifts may pass the ends of int32, what they make does not.
+inline __attribute__((always_inline)) float shifted(int32_t sum, uint32_t shift) {
+  return static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(sum) + shift));
 }
 
 // Indices of 64 bits: of 32 they could go around, and the loop would not become vectors.
-SGL_BATCH_CLONES void scale_row(const int32_t* __restrict sums, float row_scale, const float* __restrict columns,
-                                float* __restrict to, int64_t width) {
-  for (int64_t j = 0; j < width; ++j) to[j] = static_cast<float>(sums[j]) * row_scale * columns[j];
+SGL_BATCH_CLONES void scale_row(const int32_t* __restrict sums, int32_t row_shift, float row_scale,
+                                const float* __restrict columns, float* __restrict to, int64_t width) {
+  const auto shift = static_cast<uint32_t>(row_shift);
+  for (int64_t j = 0; j < width; ++j) to[j] = shifted(sums[j], shift) * row_scale * columns[j];
 }
 
-SGL_BATCH_CLONES void scale_panel(const int32_t* __restrict sums, int64_t rows, const float* __restrict row_scales,
-                                  const float* __restrict columns, float* __restrict to, int64_t stride) {
+SGL_BATCH_CLONES void scale_panel(const int32_t* __restrict sums, int64_t rows, const int32_t* __restrict row_shifts,
+                                  const float* __restrict row_scales, const float* __restrict columns, float* __restrict to,
+                                  int64_t stride) {
   for (int64_t i = 0; i < rows; ++i) {
+    const auto shift = static_cast<uint32_t>(row_shifts[i]);
     const float row_scale = row_scales[i];
     const int32_t* __restrict from = sums + i * kPanel;
     float* __restrict row = to + i * stride;
-    for (int64_t j = 0; j < kPanel; ++j) row[j] = static_cast<float>(from[j]) * row_scale * columns[j];
+    for (int64_t j = 0; j < kPanel; ++j) row[j] = shifted(from[j], shift) * row_scale * columns[j];
   }
 }
 
+// Zeros from the given number on to the end of its kRowBytes.
+void fill_up(const Int8Rows& to, int64_t index, int64_t from) {
+  const int64_t filled = from % kRowBytes;
+  if (filled > 0) std::memset(to.at(index, from) + filled, 0, static_cast<size_t>(kRowBytes - filled));
+}
+
 template <typename Number>
-void round_numbers(const Number* row, int64_t k, const Int8Rows& to, int64_t index) {
-  int8_t* rounded = to.row(index);
-  const uint32_t most = largest_bits(row, k);
+constexpr DType dtype_of = std::is_same_v<Number, float> ? DType::kF32 : DType::kBf16;
+
+template <typename Number>
+void round_numbers(const Number* row, const Int8Rows& to, int64_t index) {
+  const uint32_t most = largest_bits(row, to.k);
   if (most >= kInfinity) {
-    std::memset(rounded, 0, static_cast<size_t>(to.stride));
+    for (int64_t k = 0; k < to.k; k += kRowBytes) std::memset(to.at(index, k), 0, kRowBytes);
     to.scales[index] = std::numeric_limits<float>::quiet_NaN();
-    to.starts[index] = 0;
+    to.shifts[index] = 0;
     return;
   }
   // Of numbers so small that their scale would be nothing, too, nothing is left.
   const float share = __builtin_bit_cast(float, most) / static_cast<float>(kLargest),
               scale = share == 0.0f ? 1.0f : share;
-  to.starts[index] = -kUnsignedShift * divide_row(row, k, scale, rounded);
+  const DivideFn divide = int8_kernel().divide;
+  const int32_t sum = divide == nullptr ? divide_row(row, to.k, scale, to.at(index), to.layout.block)
+                                        : divide(row, dtype_of<Number>, to.k, scale, to.at(index), to.layout.block);
+  to.shifts[index] = -kUnsignedShift * sum;
   to.scales[index] = scale;
-  std::memset(rounded + k, 0, static_cast<size_t>(to.stride - k));
+  fill_up(to, index, to.k);
 }
 
 }  // namespace
 
 void Int8Rows::copy(int64_t from, const Int8Rows& to, int64_t index) const {
-  std::memcpy(to.row(index), row(from), static_cast<size_t>(stride));
+  if (!layout.by_blocks() && !to.layout.by_blocks())
+    std::memcpy(to.at(index), at(from), static_cast<size_t>(round_up(k, kRowBytes)));
+  else
+    for (int64_t first = 0; first < k; first += kRowBytes) std::memcpy(to.at(index, first), at(from, first), kRowBytes);
   to.scales[index] = scales[from];
-  to.starts[index] = starts[from];
+  to.shifts[index] = shifts[from];
 }
 
-void round_row(const float* row, int64_t k, const Int8Rows& to, int64_t index) { round_numbers(row, k, to, index); }
+void round_row(const float* row, const Int8Rows& to, int64_t index) { round_numbers(row, to, index); }
 
-void round_rows(const void* rows, DType dtype, int64_t stride, int64_t count, int64_t k, const Int8Rows& to) {
+void round_rows(const void* rows, DType dtype, int64_t stride, int64_t count, const Int8Rows& to) {
   constexpr int64_t kRowsPerTask = 16;
   run_tasks(divide_up(count, kRowsPerTask), [&](int64_t task, int) {
     for (int64_t i = task * kRowsPerTask; i < std::min(count, (task + 1) * kRowsPerTask); ++i) {
       const char* row = static_cast<const char*>(rows) + i * stride;
       if (dtype == DType::kF32)
-        round_numbers(reinterpret_cast<const float*>(row), k, to, i);
+        round_numbers(reinterpret_cast<const float*>(row), to, i);
       else
-        round_numbers(reinterpret_cast<const uint16_t*>(row), k, to, i);
+        round_numbers(reinterpret_cast<const uint16_t*>(row), to, i);
     }
   });
 }
 
 void scale_sums(const int32_t* sums, int rows, int64_t width, const Scaling& by, float* to, int64_t stride) {
   if (width == kPanel)
-    scale_panel(sums, rows, by.rows, by.columns, to, stride);
+    scale_panel(sums, rows, by.row_shifts, by.row_scales, by.column_scales, to, stride);
   else
-    for (int64_t i = 0; i < rows; ++i) scale_row(sums + i * kPanel, by.rows[i], by.columns, to + i * stride, width);
+    for (int64_t i = 0; i < rows; ++i)
+      scale_row(sums + i * kPanel, by.row_shifts[i], by.row_scales[i], by.column_scales, to + i * stride, width);
 }
 
 }  // namespace sgl_batch

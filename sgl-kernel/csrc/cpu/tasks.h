@@ -48,32 +48,45 @@ inline bool core_brings_lines_between() {
 #endif
 }
 
-// How many rows of k numbers share one pass over a panel. Kernels that take rows by blocks need the fewest bytes of a panel for
+// How many rows share one pass over a panel. Kernels that take rows by blocks need the fewest bytes of a panel for
 // a product, and a coded panel is decoded once for all of them, so that more rows pay.
-inline int64_t rows_per_block(const TileKernel& kernel, int64_t k, bool coded = false) {
-  const int64_t tile = kernel.usual_rows(), usual = kTilesPerBlock * tile;
-  if (!kernel.row_blocks && !coded) return usual;
-  constexpr int64_t kNumbers = 256 << 10;  // of bf16 beside the next block's rows and the sums in the L2 cache
-  const auto [least, most] = kernel.row_blocks ? std::pair(usual / 2, 2 * usual) : std::pair(usual, 3 * usual);
-  return std::clamp<int64_t>(kNumbers / k / tile * tile, least, most);
+inline int64_t rows_per_block(const TileCut& cut, int64_t row_bytes, bool coded = false) {
+  const int64_t tile = cut.usual_rows(), usual = kTilesPerBlock * tile;
+  if (!cut.row_blocks && !coded) return usual;
+  constexpr int64_t kBytes = 512 << 10;  // beside the next block's rows and the sums in the L2 cache
+  const auto [least, most] = cut.row_blocks ? std::pair(usual / 2, 2 * usual) : std::pair(usual, 3 * usual);
+  return std::clamp<int64_t>(kBytes / row_bytes / tile * tile, least, most);
 }
 
-// How rows lie: from one row to the next, and from kBlockK numbers of a row to the next ones.
+// How rows lie: bytes from one row to the next, and from one line of a row to the next.
 struct RowLayout {
-  // One row after the other, or blocks of k of all `rows`: a little apart, so that caches have room for one row's.
-  static RowLayout plain(int64_t row_bytes, DType dtype) { return {row_bytes, kBlockK * static_cast<int64_t>(size_of(dtype))}; }
-  static RowLayout blocks(int64_t rows) { return {2 * kBlockK, round_up(rows * 2 * kBlockK, 4096) + 2048}; }
+  // One row after the other, or blocks of a line of all `rows`: a little apart, so that caches have room for one row's.
+  static RowLayout plain(int64_t row_bytes) { return {row_bytes, kLineBytes}; }
+  static RowLayout blocks(int64_t rows) { return {kLineBytes, round_up(rows * kLineBytes, 4096) + 2048}; }
 
-  int64_t at(int64_t number, int64_t k) const { return number * row + k / kBlockK * block; }
-  // Of k numbers of bf16.
-  int64_t bytes(int64_t k) const { return divide_up(k, kBlockK) * block; }
+  bool by_blocks() const { return block != kLineBytes; }
+  // Where a line of a row begins, the one with the given byte of the row.
+  int64_t at(int64_t number, int64_t byte) const { return number * row + byte / kLineBytes * block; }
+  // Of so many rows, or of all those that lie by blocks.
+  size_t room(int64_t rows, int64_t row_bytes) const {
+    return static_cast<size_t>(by_blocks() ? divide_up(row_bytes, kLineBytes) * block : rows * row);
+  }
 
   int64_t row, block;
 };
 
-// k cut into as few parts of at most `most` as there must be.
+// Has a tile bring closer, too, `count` rows by blocks: with what it reads of a block, so much of the next one.
+inline void bring_blocks(Ahead& ahead, const void* rows, int64_t count, const RowLayout& layout) {
+  constexpr int64_t kSteps = kLineBytes / 4;  // a step reads 4 bytes of a row
+  ahead.rows = rows;
+  ahead.rows_step = divide_up(count * layout.row, kSteps);
+  ahead.rows_block = layout.block;
+}
+
+// k cut into as few parts of at most `most` as there must be, each of whole lines with `line` numbers.
 struct KParts {
-  KParts(int64_t k, int64_t most) : k(k), size(round_up(divide_up(k, divide_up(k, most)), kBlockK)), count(divide_up(k, size)) {}
+  KParts(int64_t k, int64_t most, int64_t line)
+      : k(k), size(round_up(divide_up(k, divide_up(k, most)), line)), count(divide_up(k, size)) {}
   int64_t at(int64_t part) const { return std::min(part * size, k); }
   int64_t length(int64_t part) const { return at(part + 1) - at(part); }
 
@@ -82,17 +95,19 @@ struct KParts {
 
 // Rows [begin, end) cut into as few tiles as there must be, all but equal ones, or full ones and a last one with the rest.
 struct Tiles {
-  Tiles(int64_t first, int64_t last, int max_rows, int full = 0)
+  Tiles(int64_t first, int64_t last, const TileCut& cut)
       : begin(first),
         rows(last - first),
-        count(full == 0 ? divide_up(rows, max_rows) : std::max<int64_t>(1, divide_up(rows - (max_rows - full), full))),
-        full_rows(full) {}
-  Tiles(int64_t first, int64_t last, const TileKernel& kernel) : Tiles(first, last, kernel.max_rows, kernel.full_rows) {}
+        count(cut.full_rows == 0 ? divide_up(rows, cut.max_rows)
+                                 : std::max<int64_t>(1, divide_up(rows - (cut.max_rows - cut.full_rows), cut.full_rows))),
+        full_rows(cut.full_rows) {}
   int64_t at(int64_t tile) const {
     return begin + (tile == count ? rows : full_rows > 0 ? tile * full_rows : rows * tile / count);
   }
   // k is cut where a panel is read so often that it should stay in the first cache.
-  KParts parts(int64_t k, const TileKernel& kernel) const { return {k, kernel.cuts_k(count) ? kernel.best_k : kAnyK}; }
+  KParts parts(int64_t k, const TileCut& cut, int64_t line = kBlockK) const {
+    return {k, cut.cuts_k(count) ? cut.best_k : kAnyK, line};
+  }
   int size(int64_t tile) const { return static_cast<int>(at(tile + 1) - at(tile)); }
 
   // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow from the step `first` on: together the

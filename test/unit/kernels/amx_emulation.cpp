@@ -241,3 +241,8 @@ void allow(const void* begin, size_t bytes, bool writable) {
 void forget_allowed() { allowed.clear(); }
 
 }  // namespace amx_emulation
+
+#ifdef SGL_BATCH_EMULATED_AMX
+// As a part of the kernels there is nobody to call it.
+__attribute__((constructor)) static void install_at_load() { amx_emulation::install(); }
+#endif

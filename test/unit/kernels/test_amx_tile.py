@@ -29,7 +29,17 @@ def test_a_tile_is_exact_alone_and_with_other_rows_and_stays_within_its_memory(c
 
 
 def test_sums_of_int8_are_exact_for_any_rows_and_stay_within_their_memory(tmp_path):
-    done = run(compiled(tmp_path, "amx_int8_checks", EMULATION, KERNELS / "gemm_amx_int8.cpp"))
+    sources = [KERNELS / f"{name}.cpp" for name in ("gemm_amx_int8", "rows_int8_avx512")]
+    done = run(compiled(tmp_path, "amx_int8_checks", EMULATION, *sources))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout in ("emulation\n", "hardware\n")
+
+
+def test_products_in_int8_have_the_bits_of_the_kernel_for_any_machine(tmp_path):
+    names = "gemm_amx_int8 gemm_int8_portable gemm_portable experts_int8 linear_int8 rows_int8 rows_int8_avx512".split()
+    names += "packing_int8 expert_plan routing token_sums rows reserved_memory".split()
+    sources = [KERNELS / f"{name}.cpp" for name in names]
+    done = run(compiled(tmp_path, "amx_int8_driver_checks", EMULATION, *sources, flags=("-fopenmp",)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout in ("emulation\n", "hardware\n")
 
