@@ -92,37 +92,39 @@ struct Starts {
   const int64_t second, third;
 };
 
+// How many of a panel's columns are met: all, by two tiles, or the first half.
+enum class Width { kHalf, kWhole };
+
 // Calls act.operator()<tile>(where it lies) for each tile of sums. Rows, kPanel words each, begin `stride` bytes apart.
-template <Hold hold, typename Act>
+template <Width width, Hold hold, typename Act>
 inline void each_sum(void* c, int64_t stride, const Starts<hold>& starts, const Act& act) {
+  const auto of_rows = [&]<int tile>(char* row) {
+    act.template operator()<tile>(row);
+    if constexpr (width == Width::kWhole) act.template operator()<tile + 1>(row + kTileRowBytes);
+  };
   auto* first = static_cast<char*>(c);
-  act.template operator()<0>(first);
-  act.template operator()<1>(first + kTileRowBytes);
+  of_rows.template operator()<0>(first);
   if constexpr (hold == Hold::kOne) return;
-  auto* second = first + starts.second * stride;
-  act.template operator()<2>(second);
-  act.template operator()<3>(second + kTileRowBytes);
+  of_rows.template operator()<2>(first + starts.second * stride);
   if constexpr (hold == Hold::kTwo) return;
-  auto* third = first + starts.third * stride;
-  act.template operator()<4>(third);
-  act.template operator()<5>(third + kTileRowBytes);
+  of_rows.template operator()<4>(first + starts.third * stride);
 }
 
-template <Hold hold>
+template <Width width = Width::kWhole, Hold hold>
 void zero_sums(void* to, int64_t stride, const Starts<hold>& starts) {
-  each_sum(to, stride, starts, []<int tile>(const char*) { zero_tile<tile>(); });
+  each_sum<width>(to, stride, starts, []<int tile>(const char*) { zero_tile<tile>(); });
 }
-template <Hold hold>
+template <Width width = Width::kWhole, Hold hold>
 void load_sums(void* from, int64_t stride, const Starts<hold>& starts) {
-  each_sum(from, stride, starts, [stride]<int tile>(const char* at) { load_tile<tile>(at, stride); });
+  each_sum<width>(from, stride, starts, [stride]<int tile>(const char* at) { load_tile<tile>(at, stride); });
 }
-template <Hold hold>
+template <Width width = Width::kWhole, Hold hold>
 void store_sums(void* to, int64_t stride, const Starts<hold>& starts) {
-  each_sum(to, stride, starts, [stride]<int tile>(char* at) { store_tile<tile>(at, stride); });
+  each_sum<width>(to, stride, starts, [stride]<int tile>(char* at) { store_tile<tile>(at, stride); });
 }
 
 // Product: the instruction, as a template over its three tiles.
-template <typename Product, Hold hold>
+template <typename Product, Width width = Width::kWhole, Hold hold>
 inline void multiply_block(const void* rows, int64_t stride, const void* columns, const Starts<hold>& starts) {
   const auto* a = static_cast<const char*>(rows);
   const auto* panel = static_cast<const char*>(columns);
@@ -134,6 +136,7 @@ inline void multiply_block(const void* rows, int64_t stride, const void* columns
     Product::template multiply<2, 6, 7>();
     load_tile<6>(a + starts.third * stride, stride);
     Product::template multiply<4, 6, 7>();
+    if constexpr (width == Width::kHalf) return;
     load_tile<7>(panel + kTileRowBytes, kStepBytes);
     Product::template multiply<5, 6, 7>();
     load_tile<6>(a + starts.second * stride, stride);
@@ -145,22 +148,24 @@ inline void multiply_block(const void* rows, int64_t stride, const void* columns
   load_tile<6>(panel, kStepBytes);
   load_tile<4>(a, stride);
   Product::template multiply<0, 4, 6>();
-  load_tile<7>(panel + kTileRowBytes, kStepBytes);
-  Product::template multiply<1, 4, 7>();
+  if constexpr (width == Width::kWhole) {
+    load_tile<7>(panel + kTileRowBytes, kStepBytes);
+    Product::template multiply<1, 4, 7>();
+  }
   if constexpr (hold == Hold::kTwo) {
     load_tile<5>(a + starts.second * stride, stride);
     Product::template multiply<2, 5, 6>();
-    Product::template multiply<3, 5, 7>();
+    if constexpr (width == Width::kWhole) Product::template multiply<3, 5, 7>();
   }
 }
 
-// Runs of<hold>::run(tile) for the hold that a tile's rows need.
-template <template <Hold> typename Of, typename Given>
-void by_hold(const Given& tile) {
+// Runs of<hold>::run(tile, more...) for the hold that a tile's rows need.
+template <template <Hold> typename Of, typename Given, typename... More>
+void by_hold(const Given& tile, const More&... more) {
   switch (hold_of(tile.m)) {
-    case Hold::kOne: return Of<Hold::kOne>::run(tile);
-    case Hold::kTwo: return Of<Hold::kTwo>::run(tile);
-    case Hold::kThree: return Of<Hold::kThree>::run(tile);
+    case Hold::kOne: return Of<Hold::kOne>::run(tile, more...);
+    case Hold::kTwo: return Of<Hold::kTwo>::run(tile, more...);
+    case Hold::kThree: return Of<Hold::kThree>::run(tile, more...);
   }
 }
 

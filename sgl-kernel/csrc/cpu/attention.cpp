@@ -309,7 +309,7 @@ class Attention {
                   char* scratch) const {
     Tile call{weights, weight_bytes(), nullptr, 0, own.count, nullptr, padded_dim_, false, {}};
     const int64_t block = blocks_cross_pages_ ? kBlockK : part_;
-    const bool in_pairs = tile_.run_two != nullptr && c_.dim % kPanel == 0;
+    const bool in_pairs = tile_.run_two != nullptr && !blocks_cross_pages_ && c_.dim % kPanel == 0;
     float* const own_sums = sums(own, scratch);
     for (int64_t at = 0, step; at < most; at += step) {
       // Of a pair of bf16 whose second token nobody sees, the weight of the second is zero.

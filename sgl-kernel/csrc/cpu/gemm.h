@@ -84,7 +84,7 @@ struct Tile {
   void* kept = nullptr;  // where a panel's numbers go for TileKernel::run_kept, or null
 };
 using TileFn = void (*)(const Tile& tile);
-// The same, where the rows' next `second_k` numbers meet the panel `second`.
+// The same, where the rows' next `second_k` numbers meet the panel `second`. The tile's k is whole blocks of kBlockK.
 using TwoPanelsFn = void (*)(const Tile& tile, const void* second, int64_t second_k);
 
 // How a kernel's rows and its k are best cut into tiles.

@@ -66,19 +66,29 @@ struct PanelCoded {
 
 inline int64_t block_bytes(const Tile& tile) { return tile.a_block == 0 ? kTileRowBytes : tile.a_block; }
 
-// What is left of k after its whole blocks, filled up with zeros. Empty where nothing is left.
+// A panel of a tile's rows, and how many of k they have in common.
+struct Met {
+  const void* panel;
+  int64_t k;
+
+  int64_t steps() const { return tile_steps(DType::kBf16, k); }
+};
+
+// What is left of k after the whole blocks of the panel `last`, whose first `before` blocks are another's; filled up with zeros.
+// Empty where nothing is left.
 template <typename Panel>
 struct Rest {
-  explicit Rest(const Tile& tile) : steps(tile_steps(DType::kBf16, tile.k) % kSteps) {
+  Rest(const Tile& tile, const Met& last, int64_t before) : steps(last.steps() % kSteps) {
     if (steps == 0) return;
-    const int64_t whole = tile_steps(DType::kBf16, tile.k) - steps;
+    const int64_t whole = last.steps() - steps;
     const auto bytes = static_cast<size_t>(steps * kWord);
+    const char* rows = static_cast<const char*>(tile.a) + (before + whole / kSteps) * block_bytes(tile);
     for (int row = 0; row < tile.m; ++row) {
       char* to = a + row * kTileRowBytes;
-      std::memcpy(to, static_cast<const char*>(tile.a) + row * tile.a_stride + whole / kSteps * block_bytes(tile), bytes);
+      std::memcpy(to, rows + row * tile.a_stride, bytes);
       std::memset(to + bytes, 0, kTileRowBytes - bytes);
     }
-    Panel(tile).copy(static_cast<const char*>(tile.panel) + whole * Panel::kBytes, steps, panel);
+    Panel(tile).copy(static_cast<const char*>(last.panel) + whole * Panel::kBytes, steps, panel);
     std::memset(panel + steps * kStepBytes, 0, static_cast<size_t>((kSteps - steps) * kStepBytes));
   }
 
@@ -87,41 +97,54 @@ struct Rest {
   alignas(64) char panel[kSteps * kStepBytes];
 };
 
-template <typename Panel>
+template <typename Panel, Width width = Width::kWhole>
 struct Multiply {
   template <Hold hold>
   struct Of {
-    static void run(const Tile& tile) {
-      const Rest<Panel> rest(tile);
+    static void run(const Tile& tile) { multiply(tile, {tile.panel, tile.k}, {nullptr, 0}); }
+    // The first panel has whole blocks alone.
+    static void run(const Tile& tile, const Met& second) { multiply(tile, {tile.panel, tile.k}, second); }
+
+    static void multiply(const Tile& tile, const Met& first, const Met& second) {
+      const bool is_one = second.k == 0;
+      const Rest<Panel> rest(tile, is_one ? first : second, is_one ? 0 : first.steps() / kSteps);
       const Starts<hold> starts(tile.m);
       [[maybe_unused]] alignas(64) char copied[kSteps * kStepBytes];
       Panel own(tile);
       BlockPrefetch prefetch(tile.ahead);
       const auto* a = static_cast<const char*>(tile.a);
-      const auto* panel = static_cast<const char*>(tile.panel);
       configure(tile.m);
       if (tile.add)
-        load_sums(tile.c, tile.c_stride * kWord, starts);
+        load_sums<width>(tile.c, tile.c_stride * kWord, starts);
       else
-        zero_sums(tile.c, tile.c_stride * kWord, starts);
-      for (int64_t block = tile_steps(DType::kBf16, tile.k) / kSteps; block > 0; --block) {
-        prefetch.advance();
-        multiply_block<PairProduct, hold>(a, tile.a_stride, own.block(panel, copied), starts);
-        a += block_bytes(tile);
-        panel += kSteps * Panel::kBytes;
-      }
+        zero_sums<width>(tile.c, tile.c_stride * kWord, starts);
+      const auto meet = [&](const Met& met) __attribute__((always_inline)) {
+        const auto* panel = static_cast<const char*>(met.panel);
+        for (int64_t block = met.steps() / kSteps; block > 0; --block) {
+          prefetch.advance();
+          multiply_block<PairProduct, width>(a, tile.a_stride, own.block(panel, copied), starts);
+          a += block_bytes(tile);
+          panel += kSteps * Panel::kBytes;
+        }
+      };
+      meet(first);
+      if (!is_one) meet(second);
       if (rest.steps > 0) {
         prefetch.advance();
-        multiply_block<PairProduct, hold>(rest.a, kTileRowBytes, rest.panel, starts);
+        multiply_block<PairProduct, width>(rest.a, kTileRowBytes, rest.panel, starts);
       }
-      store_sums(tile.c, tile.c_stride * kWord, starts);
+      store_sums<width>(tile.c, tile.c_stride * kWord, starts);
     }
   };
 };
 
-template <typename Panel>
+template <typename Panel, Width width = Width::kWhole>
 void run(const Tile& tile) {
-  by_hold<Multiply<Panel>::template Of>(tile);
+  by_hold<Multiply<Panel, width>::template Of>(tile);
+}
+
+void run_two(const Tile& tile, const void* second, int64_t second_k) {
+  by_hold<Multiply<PanelBf16>::template Of>(tile, Met{second, second_k});
 }
 
 }  // namespace
@@ -130,8 +153,8 @@ constexpr TileCut kCut{.max_rows = kMaxRows, .full_rows = kTwoTiles, .row_blocks
 
 constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_i8 = run<PanelI8>,
-                                        .run_half = nullptr,
-                                        .run_two = nullptr,
+                                        .run_half = run<PanelBf16, Width::kHalf>,
+                                        .run_two = run_two,
                                         .run_coded = run<PanelCoded>,
                                         .run_kept = nullptr,
                                         .run_kept_half = nullptr,

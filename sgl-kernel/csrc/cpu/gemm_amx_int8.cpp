@@ -33,7 +33,7 @@ struct Multiply {
       zero_sums(tile.c, kSumStride, starts);
     for (int64_t block = tile.steps / kSteps; block > 0; --block) {
       prefetch.advance();
-      multiply_block<ByteProduct, hold>(a, tile.a_stride, panel, starts);
+      multiply_block<ByteProduct>(a, tile.a_stride, panel, starts);
       a += tile.a_block;
       panel += kSteps * kStepBytes;
     }
@@ -41,7 +41,7 @@ struct Multiply {
       // Rows go on with zeros; nothing need lie behind a panel.
       alignas(64) uint8_t last[kSteps * kStepBytes] = {};
       std::memcpy(last, panel, static_cast<size_t>(rest * kStepBytes));
-      multiply_block<ByteProduct, hold>(a, tile.a_stride, last, starts);
+      multiply_block<ByteProduct>(a, tile.a_stride, last, starts);
     }
     store_sums(tile.c, kSumStride, starts);
   }

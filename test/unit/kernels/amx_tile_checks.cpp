@@ -226,6 +226,45 @@ void check_blocks(const Case& given) {
     }
 }
 
+// The first half of the columns alone.
+void check_half(const Case& given) {
+  for (const int m : {1, 16, 17, 32, 33, kRows}) {
+    const auto whole = multiply(given, 0, m);
+    std::vector<float> found(static_cast<size_t>(m * kPanel), kUntouched);
+    for (int row = 0; row < m && given.add; ++row)
+      memcpy(&found[row * kPanel], &given.begin[row * kPanel], sizeof(float) * kPanel / 2);
+    kAmxBf16Tile.run_half({given.a.data(), given.stride, given.panel.data(), given.k, m, found.data(), kPanel, given.add,
+                           {given.panel.data(), 7}});
+    bool own = true, untouched = true;
+    for (int row = 0; row < m; ++row) {
+      own = own && memcmp(&found[row * kPanel], &whole[row * kCStride], sizeof(float) * kPanel / 2) == 0;
+      for (int i = kPanel / 2; i < kPanel; ++i) untouched = untouched && found[row * kPanel + i] == kUntouched;
+    }
+    expect(own, given.name() + ", " + std::to_string(m) + " rows, half of the columns: the bits of the whole");
+    expect(untouched, given.name() + ", " + std::to_string(m) + " rows, half of the columns: the others stay as they are");
+  }
+}
+
+// A panel in two pieces.
+void check_two(const Case& given) {
+  for (int64_t cut = kBlockK; cut < given.k; cut += kBlockK) {
+    const Guarded first(static_cast<size_t>(2 * cut * kPanel)), second(static_cast<size_t>(2 * (given.k - cut) * kPanel));
+    memcpy(first.data(), given.panel.data(), static_cast<size_t>(2 * cut * kPanel));
+    memcpy(second.data(), given.panel.data() + 2 * cut * kPanel, static_cast<size_t>(2 * (given.k - cut) * kPanel));
+    for (const int m : {1, 17, kRows}) {
+      const auto whole = multiply(given, 0, m);
+      std::vector<float> found(given.begin.begin(), given.begin.begin() + m * kPanel);
+      kAmxBf16Tile.run_two({given.a.data(), given.stride, first.data(), cut, m, found.data(), kPanel, given.add,
+                            {given.panel.data(), 7}},
+                           second.data(), given.k - cut);
+      bool own = true;
+      for (int row = 0; row < m; ++row) own = own && same(&whole[row * kCStride], &found[row * kPanel]);
+      expect(own, given.name() + ", " + std::to_string(m) + " rows, two panels of k from " + std::to_string(cut) +
+                      ": the bits of one");
+    }
+  }
+}
+
 void check_int8(int64_t k) {
   const Case whole(k, 0, true, Weights::kWhole), given(k, 0, true, Weights::kI8);
   check_case(given);
@@ -392,7 +431,12 @@ int main(int argc, char** argv) {
   for (const int64_t k : {4, 28, 32, 36, 64, 132}) check_coded(k);
   for (const int64_t k : {64, 512}) check_tiles_of_a_panel(k);
   for (const int64_t k : {34, 96, 130})
-    for (const bool add : {false, true}) check_blocks(Case(k, 6, add));
+    for (const bool add : {false, true}) {
+      const Case given(k, 6, add);
+      check_blocks(given);
+      check_half(given);
+      check_two(given);
+    }
   check_configuration();
   check_threads();
   return failures == 0 ? 0 : 1;
