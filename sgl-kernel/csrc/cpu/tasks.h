@@ -75,7 +75,7 @@ struct RowLayout {
   int64_t row, block;
 };
 
-// Has a tile bring closer, too, `count` rows by blocks: with what it reads of a block, so much of the next one.
+// Has a tile bring closer, too, `count` rows that lie by blocks: a line of each while it meets a line of its own rows.
 inline void bring_blocks(Ahead& ahead, const void* rows, int64_t count, const RowLayout& layout) {
   constexpr int64_t kSteps = kLineBytes / 4;  // a step reads 4 bytes of a row
   ahead.rows = rows;
