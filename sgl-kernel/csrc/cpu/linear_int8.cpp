@@ -48,8 +48,8 @@ class LinearInt8 {
     int64_t chunk, block;
   };
 
-  // The blocks of one chunk come one after the other: its weights are then in the caches. Where rows lie by blocks of k, the chunks
-  // of one block do, so that its rows are there; these chunks are as large as leaves tasks enough.
+  // The blocks of one chunk come one after the other: its weights are then in the caches. Where rows lie by blocks of k, the
+  // chunks of one block do, so that its rows are there; these chunks are as large as leaves tasks enough.
   Task task_of(int64_t task) const {
     return by_blocks_ ? Task{task % chunks_, task / chunks_} : Task{task / blocks_, task % blocks_};
   }

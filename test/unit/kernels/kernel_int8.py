@@ -47,6 +47,7 @@ def int8_cases() -> Iterator[Check]:
     for number, rows in enumerate(ROWS):
         yield from linear_case(DTYPES[number % 2], rows, 70, 130, has_bias=number % 2 == 0)
     yield from awkward_rows()
+    yield from rows_near_halves()
     yield from long_rows()
     for number, shape in enumerate(EXPERT_SHAPES):
         yield from expert_case(DTYPES[number % 2], shape, ROUTINGS[number % len(ROUTINGS)])
@@ -90,6 +91,17 @@ def awkward_rows() -> Iterator[Check]:
     expected = int8_reference.product(x, weight.plain[0], weight.scales[0])
     yield "linear_int8: awkward rows", same_numbers(out, expected)
     yield "linear_int8: what is not finite gives no numbers", bool(out[6:].isnan().all() and out[:6].isfinite().all())
+
+
+def rows_near_halves() -> Iterator[Check]:
+    """Numbers at and a few bits beside the middle of two whole ones, where all that decides is their exact quotient."""
+    weight = QuadWeight(1, 40, 255)
+    largest = (torch.rand(60, 1) + 0.5) * 10.0 ** torch.randint(-20, 20, (60, 1))
+    halves = largest / 127 * (torch.arange(127) + 0.5)
+    beside = (halves.view(torch.int32) + torch.randint(-3, 4, halves.shape, dtype=torch.int32)).view(torch.float32)
+    x = torch.cat([largest, beside, -beside], dim=-1).clamp(-largest, largest)
+    out = kernels.linear_int8(x, weight.packed[0], scales=weight.scales)
+    yield "linear_int8: near halves", torch.equal(out, int8_reference.product(x, weight.plain[0], weight.scales[0]))
 
 
 def long_rows() -> Iterator[Check]:
