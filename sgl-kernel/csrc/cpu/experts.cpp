@@ -147,7 +147,8 @@ class Experts {
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
         const int m = tiles.size(tile);
         float *const gates = gates_at(tile), *const ups = ups_at(tile);
-        bring_to_write(inter_at(tiles.at(tile), panel * kPanel), m);
+        char* to = inter_at(tiles.at(tile), panel * kPanel);
+        fetch_rows_to_write(to, inter_layout_.row, m, static_cast<size_t>(row_bytes(kPanel)));
         if (parts.count == 1) {
           multiply(0, tile, gate, gate_panel, next_gate, gates);
           multiply(0, tile, up, up_panel, next_up, ups);
@@ -159,18 +160,13 @@ class Experts {
           add_bias(gates, kPanel, m, bias, gate.width(panel));
           add_bias(ups, kPanel, m, bias + c_.inter, up.width(panel));
         }
-        mix(gates, ups, m, inter_at(tiles.at(tile), panel * kPanel));
+        mix(gates, ups, m, to);
       }
     }
   }
 
   static void add_bias(float* rows, int64_t stride, int m, const float* bias, int64_t width) {
     for (int i = 0; i < m; ++i) add_row(rows + i * stride, bias, width);
-  }
-
-  // A panel's columns of the rows between the products.
-  void bring_to_write(char* to, int m) const {
-    for (int i = 0; i < m; ++i) fetch_to_write(to + i * inter_layout_.row, static_cast<size_t>(row_bytes(kPanel)));
   }
 
   void mix(const float* gates, const float* ups, int m, char* to) const {
@@ -205,7 +201,7 @@ class Experts {
         continue;
       }
       if (row_dtype_ != c_.x_dtype) convert_row(converted, row_dtype_, x_row(row), c_.x_dtype, c_.hidden);
-      spread_row(to, layout.block, row_dtype_ == c_.x_dtype ? x_row(row) : converted, c_.hidden);
+      spread_row(to, layout.block, row_dtype_ == c_.x_dtype ? x_row(row) : converted, row_bytes(c_.hidden));
     }
   }
 

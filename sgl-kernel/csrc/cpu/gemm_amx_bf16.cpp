@@ -128,7 +128,7 @@ struct Multiply {
         }
       };
       meet(first);
-      if (!is_one) meet(second);
+      meet(second);
       if (rest.steps > 0) {
         prefetch.advance();
         multiply_block<PairProduct, width>(rest.a, kTileRowBytes, rest.panel, starts);

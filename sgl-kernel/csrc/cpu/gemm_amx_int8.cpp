@@ -54,7 +54,6 @@ void run(const Int8Tile& tile) { by_hold<Multiply>(tile); }
 constinit const Int8Kernel kAmxInt8{
     .name = "amx_int8",
     .run = run,
-    .run_scaled = nullptr,
     .divide = divide_avx512,
     .cut = {.max_rows = kMaxRows, .full_rows = kTwoTiles, .row_blocks = true, .best_k = 512},
     .release = release};

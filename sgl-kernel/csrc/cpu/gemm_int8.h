@@ -60,14 +60,15 @@ using ScaledInt8TileFn = void (*)(const ScaledInt8Tile& tile);
 // k numbers of bf16 or f32 over `scale`, rounded to nearest, ties to even, and no larger than 127; returns the sum of what it
 // writes. Each kRowBytes of it begin `block` bytes after the last.
 using DivideFn = int32_t (*)(const void* row, DType dtype, int64_t k, float scale, int8_t* to, int64_t block);
+int32_t divide_plainly(const void* row, DType dtype, int64_t k, float scale, int8_t* to, int64_t block);
 
 struct Int8Kernel {
   const char* name;
   Int8TileFn run;
-  ScaledInt8TileFn run_scaled;  // null where sums are scaled afterwards; the bits are the same
-  DivideFn divide;              // null where plain loops do it; the bits are the same
+  ScaledInt8TileFn run_scaled = nullptr;  // null where sums are scaled afterwards; the bits are the same
+  DivideFn divide;
   TileCut cut;
-  void (*release)();  // as in TileKernel
+  void (*release)() = nullptr;  // as in TileKernel
 };
 
 // The best kernel of this machine that the instruction set in use (`isa`) allows.
@@ -78,6 +79,7 @@ extern const Int8Kernel kPortableInt8;
 extern const Int8Kernel kAvx2Int8;
 extern const Int8Kernel kAvx512VnniInt8;
 extern const Int8Kernel kAmxInt8;
+// The same bits.
 int32_t divide_avx512(const void* row, DType dtype, int64_t k, float scale, int8_t* to, int64_t block);
 #endif
 

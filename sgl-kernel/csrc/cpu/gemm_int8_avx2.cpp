@@ -61,11 +61,6 @@ struct TileHalves {
 }  // namespace
 
 constinit const Int8Kernel kAvx2Int8{
-    .name = "avx2",
-    .run = by_rows<TileHalves, kRows>,
-    .run_scaled = nullptr,
-    .divide = nullptr,
-    .cut = {.max_rows = kRows},
-    .release = nullptr};
+    .name = "avx2", .run = by_rows<TileHalves, kRows>, .divide = divide_plainly, .cut = {.max_rows = kRows}};
 }  // namespace sgl_batch
 #endif

@@ -67,7 +67,6 @@ constinit const Int8Kernel kAvx512VnniInt8{.name = "avx512_vnni",
                                            .run = by_rows<TileQuads, kRows>,
                                            .run_scaled = by_rows<ScaledQuads, kRows, ScaledInt8Tile>,
                                            .divide = divide_avx512,
-                                           .cut = {.max_rows = kRows},
-                                           .release = nullptr};
+                                           .cut = {.max_rows = kRows}};
 }  // namespace sgl_batch
 #endif

@@ -25,10 +25,5 @@ struct TilePlain {
 }  // namespace
 
 constinit const Int8Kernel kPortableInt8{
-    .name = "portable",
-    .run = by_rows<TilePlain, kRows>,
-    .run_scaled = nullptr,
-    .divide = nullptr,
-    .cut = {.max_rows = kRows},
-    .release = nullptr};
+    .name = "portable", .run = by_rows<TilePlain, kRows>, .divide = divide_plainly, .cut = {.max_rows = kRows}};
 }  // namespace sgl_batch

@@ -68,8 +68,8 @@ class Linear {
 
   int64_t panels_per_task() const {
     const int64_t panels = c_.w.panels();
-    if (!spread_) return sgl_batch::panels_per_task(panels * blocks_ * c_.heads, c_.w.panel_bytes());
-    return divide_up(panels, std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_ * c_.heads), 1, panels));
+    if (spread_) return panels_of_few_tasks(panels, blocks_ * c_.heads);
+    return sgl_batch::panels_per_task(panels * blocks_ * c_.heads, c_.w.panel_bytes());
   }
 
   // How a block's rows lie when they meet weights.
@@ -118,13 +118,14 @@ class Linear {
           const int m = tiles.size(tile);
           // The sums of one tile alone stay in one place.
           float* result = results + (parts.count > 1 ? row * kPanel : 0);
-          if (part + 1 == parts.count) bring_outputs(task.head, panel, begin + row, m);
+          char* out = output(task.head, panel, begin + row);
+          if (part + 1 == parts.count) fetch_rows_to_write(out, out_bytes(), m, static_cast<size_t>(kPanel * element_));
           const Ahead ahead = tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k), tile_steps(w.dtype, k));
           ready.multiply({rows + layout.at(row, k * row_element_), layout.row, ready.from(k), parts.length(part), m, result, kPanel,
                           part > 0, ahead, layout.block});
           if (part + 1 < parts.count) continue;
           w.scale(panel, isa_, result, kPanel, m);
-          store(task.head, panel, begin + row, m, result);
+          store(panel, m, result, out);
         }
       }
     }
@@ -140,25 +141,24 @@ class Linear {
         continue;
       }
       if (converts_) convert_row(one, row_dtype_, from, c_.x_dtype, c_.w.k);
-      spread_row(to + layout.at(row, 0), layout.block, converts_ ? one : from, c_.w.k);
+      spread_row(to + layout.at(row, 0), layout.block, converts_ ? one : from, row_bytes_);
     }
     return to;
   }
 
-  void bring_outputs(int64_t head, int64_t panel, int64_t row, int m) const {
-    char* out = static_cast<char*>(c_.out) + (row * c_.out_row + head * c_.out_head + panel * kPanel) * element_;
-    for (int i = 0; i < m; ++i) fetch_to_write(out + i * c_.out_row * element_, static_cast<size_t>(kPanel * element_));
+  int64_t out_bytes() const { return c_.out_row * element_; }
+  char* output(int64_t head, int64_t panel, int64_t row) const {
+    return static_cast<char*>(c_.out) + row * out_bytes() + (head * c_.out_head + panel * kPanel) * element_;
   }
 
-  void store(int64_t head, int64_t panel, int64_t row, int m, float* result) const {
-    const int64_t column = panel * kPanel, width = c_.w.width(panel), out_bytes = c_.out_row * element_;
+  void store(int64_t panel, int m, float* result, char* out) const {
+    const int64_t width = c_.w.width(panel);
     if (c_.bias != nullptr)
-      for (int i = 0; i < m; ++i) add_row(result + i * kPanel, c_.bias + column, width);
-    char* out = static_cast<char*>(c_.out) + row * out_bytes + (head * c_.out_head + column) * element_;
+      for (int i = 0; i < m; ++i) add_row(result + i * kPanel, c_.bias + panel * kPanel, width);
     if (width == kPanel)
-      isa_.store(result, kPanel, m, c_.x_dtype, out, out_bytes);
+      isa_.store(result, kPanel, m, c_.x_dtype, out, out_bytes());
     else
-      for (int i = 0; i < m; ++i) write_row(out + i * out_bytes, c_.x_dtype, result + i * kPanel, width);
+      for (int i = 0; i < m; ++i) write_row(out + i * out_bytes(), c_.x_dtype, result + i * kPanel, width);
   }
 
   const LinearCall& c_;

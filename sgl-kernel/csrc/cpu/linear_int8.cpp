@@ -17,7 +17,7 @@ class LinearInt8 {
       : c_(call),
         kernel_(int8_kernel()),
         blocks_(divide_up(c_.rows, rows_per_block(kernel_.cut, c_.w.k))),
-        by_blocks_(kernel_.cut.row_blocks && blocks_ > 1),
+        keeps_rows_(kernel_.cut.row_blocks && blocks_ > 1),
         chunks_(divide_up(c_.w.panels(), panels_of_chunk())),
         element_(static_cast<int64_t>(size_of(c_.x_dtype))) {}
 
@@ -48,16 +48,15 @@ class LinearInt8 {
     int64_t chunk, block;
   };
 
-  // The blocks of one chunk come one after the other: its weights are then in the caches. Where rows lie by blocks of k, the
-  // chunks of one block do, so that its rows are there; these chunks are as large as leaves tasks enough.
+  // The blocks of one chunk come one after the other: its weights are then in the caches. Tiles that
+  // take rows by blocks of k read weights so seldom that the chunks of one block do, instead.
   Task task_of(int64_t task) const {
-    return by_blocks_ ? Task{task % chunks_, task / chunks_} : Task{task / blocks_, task % blocks_};
+    return keeps_rows_ ? Task{task % chunks_, task / chunks_} : Task{task / blocks_, task % blocks_};
   }
 
   int64_t panels_of_chunk() const {
     const int64_t panels = c_.w.panels();
-    if (!by_blocks_) return panels_per_task(panels * blocks_, c_.w.panel_bytes());
-    return divide_up(panels, std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks_), 1, panels));
+    return keeps_rows_ ? panels_of_few_tasks(panels, blocks_) : panels_per_task(panels * blocks_, c_.w.panel_bytes());
   }
 
   int64_t block_begin(int64_t block) const { return c_.rows * block / blocks_; }
@@ -81,7 +80,8 @@ class LinearInt8 {
           const Int8TileOf of{tiles, tile, next};
           const int64_t row = tiles.at(tile);
           const int m = tiles.size(tile);
-          if (part + 1 == parts.count) bring_outputs(panel, row, m);
+          char* out = static_cast<char*>(c_.out) + row * out_bytes() + panel * kPanel * element_;
+          if (part + 1 == parts.count) fetch_rows_to_write(out, out_bytes(), m, static_cast<size_t>(kPanel * element_));
           if (parts.count == 1) {
             ready.multiply(rows_, of, result, kPanel);
           } else {
@@ -90,30 +90,26 @@ class LinearInt8 {
             if (part + 1 < parts.count) continue;
             ready.finish(rows_, of, own_sums, result, kPanel);
           }
-          store(panel, row, m, result);
+          store(panel, m, result, out);
         }
       }
     }
   }
 
-  void bring_outputs(int64_t panel, int64_t row, int m) const {
-    const char* out = static_cast<char*>(c_.out) + (row * c_.w.n + panel * kPanel) * element_;
-    for (int i = 0; i < m; ++i) fetch_to_write(out + i * c_.w.n * element_, static_cast<size_t>(kPanel * element_));
-  }
+  int64_t out_bytes() const { return c_.w.n * element_; }
 
-  void store(int64_t panel, int64_t row, int m, const float* result) const {
-    const int64_t column = panel * kPanel, width = c_.w.width(panel), out_bytes = c_.w.n * element_;
-    char* out = static_cast<char*>(c_.out) + row * out_bytes + column * element_;
+  void store(int64_t panel, int m, const float* result, char* out) const {
+    const int64_t width = c_.w.width(panel);
     if (width == kPanel)
-      isa().store(result, kPanel, m, c_.x_dtype, out, out_bytes);
+      isa().store(result, kPanel, m, c_.x_dtype, out, out_bytes());
     else
-      for (int i = 0; i < m; ++i) write_row(out + i * out_bytes, c_.x_dtype, result + i * kPanel, width);
+      for (int i = 0; i < m; ++i) write_row(out + i * out_bytes(), c_.x_dtype, result + i * kPanel, width);
   }
 
   const LinearInt8Call& c_;
   const Int8Kernel& kernel_;
   const int64_t blocks_;
-  const bool by_blocks_;  // a task's rows stay in the caches, see task_of
+  const bool keeps_rows_;  // the tasks of a block of rows follow one another, so that these stay in the caches
   const int64_t chunks_, element_;
   size_t spare_at_ = 0, sums_at_ = 0;
   Int8Rows rows_{};

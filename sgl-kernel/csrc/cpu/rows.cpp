@@ -28,11 +28,12 @@ SGL_BATCH_CLONES void write_row(void* to, DType dtype, const float* from, int64_
   for (int64_t i = 0; i < count; ++i) out[i] = f32_to_bf16(from[i]);
 }
 
-void spread_row(char* to, int64_t block, const void* from, int64_t count) {
-  constexpr int64_t kBytes = 2 * kBlockK;
+void spread_row(void* to, int64_t block, const void* from, int64_t bytes) {
+  auto* out = static_cast<char*>(to);
   const auto* in = static_cast<const char*>(from);
-  for (; count >= kBlockK; count -= kBlockK, in += kBytes, to += block) std::memcpy(to, in, kBytes);
-  if (count > 0) std::memcpy(to, in, static_cast<size_t>(2 * count));
+  if (block != kLineBytes)
+    for (; bytes >= kLineBytes; bytes -= kLineBytes, in += kLineBytes, out += block) std::memcpy(out, in, kLineBytes);
+  if (bytes > 0) std::memcpy(out, in, static_cast<size_t>(bytes));
 }
 
 void convert_row(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t count) {

@@ -31,8 +31,13 @@ inline void fetch_to_write(const void* to, size_t bytes) {
   }
 }
 
-// A row of bf16 by blocks of kBlockK, `block` bytes apart.
-void spread_row(char* to, int64_t block, const void* from, int64_t count);
+// So many bytes of each of some rows that begin `stride` bytes apart.
+inline void fetch_rows_to_write(const char* first, int64_t stride, int rows, size_t bytes) {
+  for (int i = 0; i < rows; ++i) fetch_to_write(first + i * stride, bytes);
+}
+
+// A row line by line, `block` bytes apart.
+void spread_row(void* to, int64_t block, const void* from, int64_t bytes);
 
 void convert_row(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t count);
 

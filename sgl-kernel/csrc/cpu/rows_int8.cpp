@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "clones.h"
+#include "rows.h"
 #include "tasks.h"
 
 namespace sgl_batch {
@@ -54,7 +54,6 @@ SGL_BATCH_CLONES int32_t divide_run(const uint16_t* row, int64_t k, float scale,
   return divided(row, k, scale, to);
 }
 
-// As DivideFn has it.
 template <typename Number>
 int32_t divide_row(const Number* row, int64_t k, float scale, int8_t* to, int64_t block) {
   const int64_t run = block == kRowBytes ? std::max(k, kRowBytes) : kRowBytes;  // what lies in one piece
@@ -94,12 +93,9 @@ void fill_up(const Int8Rows& to, int64_t index, int64_t from) {
   if (filled > 0) std::memset(to.at(index, from) + filled, 0, static_cast<size_t>(kRowBytes - filled));
 }
 
-template <typename Number>
-constexpr DType dtype_of = std::is_same_v<Number, float> ? DType::kF32 : DType::kBf16;
-
-template <typename Number>
-void round_numbers(const Number* row, const Int8Rows& to, int64_t index) {
-  const uint32_t most = largest_bits(row, to.k);
+void round_numbers(const void* row, DType dtype, const Int8Rows& to, int64_t index) {
+  const uint32_t most = dtype == DType::kF32 ? largest_bits(static_cast<const float*>(row), to.k)
+                                             : largest_bits(static_cast<const uint16_t*>(row), to.k);
   if (most >= kInfinity) {
     for (int64_t k = 0; k < to.k; k += kRowBytes) std::memset(to.at(index, k), 0, kRowBytes);
     to.scales[index] = std::numeric_limits<float>::quiet_NaN();
@@ -109,9 +105,7 @@ void round_numbers(const Number* row, const Int8Rows& to, int64_t index) {
   // Of numbers so small that their scale would be nothing, too, nothing is left.
   const float share = __builtin_bit_cast(float, most) / static_cast<float>(kLargest),
               scale = share == 0.0f ? 1.0f : share;
-  const DivideFn divide = int8_kernel().divide;
-  const int32_t sum = divide == nullptr ? divide_row(row, to.k, scale, to.at(index), to.layout.block)
-                                        : divide(row, dtype_of<Number>, to.k, scale, to.at(index), to.layout.block);
+  const int32_t sum = int8_kernel().divide(row, dtype, to.k, scale, to.at(index), to.layout.block);
   to.shifts[index] = -kUnsignedShift * sum;
   to.scales[index] = scale;
   fill_up(to, index, to.k);
@@ -119,27 +113,24 @@ void round_numbers(const Number* row, const Int8Rows& to, int64_t index) {
 
 }  // namespace
 
+int32_t divide_plainly(const void* row, DType dtype, int64_t k, float scale, int8_t* to, int64_t block) {
+  if (dtype == DType::kF32) return divide_row(static_cast<const float*>(row), k, scale, to, block);
+  return divide_row(static_cast<const uint16_t*>(row), k, scale, to, block);
+}
+
 void Int8Rows::copy(int64_t from, const Int8Rows& to, int64_t index) const {
-  if (!layout.by_blocks() && !to.layout.by_blocks())
-    std::memcpy(to.at(index), at(from), static_cast<size_t>(round_up(k, kRowBytes)));
-  else
-    for (int64_t first = 0; first < k; first += kRowBytes) std::memcpy(to.at(index, first), at(from, first), kRowBytes);
+  spread_row(to.at(index), to.layout.block, at(from), round_up(k, kRowBytes));
   to.scales[index] = scales[from];
   to.shifts[index] = shifts[from];
 }
 
-void round_row(const float* row, const Int8Rows& to, int64_t index) { round_numbers(row, to, index); }
+void round_row(const float* row, const Int8Rows& to, int64_t index) { round_numbers(row, DType::kF32, to, index); }
 
 void round_rows(const void* rows, DType dtype, int64_t stride, int64_t count, const Int8Rows& to) {
   constexpr int64_t kRowsPerTask = 16;
   run_tasks(divide_up(count, kRowsPerTask), [&](int64_t task, int) {
-    for (int64_t i = task * kRowsPerTask; i < std::min(count, (task + 1) * kRowsPerTask); ++i) {
-      const char* row = static_cast<const char*>(rows) + i * stride;
-      if (dtype == DType::kF32)
-        round_numbers(reinterpret_cast<const float*>(row), to, i);
-      else
-        round_numbers(reinterpret_cast<const uint16_t*>(row), to, i);
-    }
+    for (int64_t i = task * kRowsPerTask; i < std::min(count, (task + 1) * kRowsPerTask); ++i)
+      round_numbers(static_cast<const char*>(rows) + i * stride, dtype, to, i);
   });
 }
 

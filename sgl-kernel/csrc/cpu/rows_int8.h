@@ -20,6 +20,7 @@ struct Int8Rows {
 
   // Where a row's numbers from `first` on lie, which is a multiple of kRowBytes.
   int8_t* at(int64_t index, int64_t first = 0) const { return data + layout.at(index, first); }
+  // To rows that may lie otherwise; these lie one after the other.
   void copy(int64_t from, const Int8Rows& to, int64_t index) const;
 };
 

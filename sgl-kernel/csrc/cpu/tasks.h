@@ -36,6 +36,11 @@ inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes) {
   return std::clamp<int64_t>(panels / (kPanelTasksPerThread * num_threads()), 1, most);
 }
 
+// How many of a weight's panels a task goes through where the rows of `blocks` stay in the caches: as many as leave tasks enough.
+inline int64_t panels_of_few_tasks(int64_t panels, int64_t blocks) {
+  return divide_up(panels, std::clamp<int64_t>(divide_up(kTasksPerThread * num_threads(), blocks), 1, panels));
+}
+
 // So few rows take less time than their panel takes from memory. Then a tile on AMD's cores asks for every other line alone: of a
 // panel, which is long, they bring the lines between by themselves, and have not requests enough under way for more. Intel's do
 // not bring them in time.
