@@ -20,6 +20,7 @@ from urllib.request import getproxies
 from sgl_batch.checkpoint.files import check_no_pointer, read_tensors
 from sgl_batch.checkpoint.fit import check_scales, check_shapes, check_tokenizer_fits
 from sgl_batch.core.model_refusals import QUANTIZATION_FIELDS, text_part
+from sgl_batch.core.quantised_form import QuantisedForm, quantised_form
 from sgl_batch.errors import ConfigError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -136,6 +137,18 @@ def quantization(model: str, revision: str | None = None) -> str | None:
             asked = part.get(name)
             if isinstance(asked, dict) and not any("experts" in str(asked.get(spared)) for spared in _SPARED):
                 return str(asked.get("quant_method", name))
+    return None
+
+
+def form_of_weights(model: str, revision: str | None = None) -> QuantisedForm | None:
+    """Return how a model's weights are quantised; None if they are not, or without a config on this machine.
+
+    Raises UnreadableForm.
+    """
+    for part in _text_configs(model, revision):
+        for name in QUANTIZATION_FIELDS:
+            if isinstance(part.get(name), dict):
+                return quantised_form(part[name])
     return None
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.checkpoint.files import StoredTensor, read_tensors
+from sgl_batch.checkpoint.model_directory import form_of_weights
+from sgl_batch.checkpoint.quantised import find_quantised
 from sgl_batch.errors import ConfigError
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -70,12 +72,15 @@ class ModelTensor:
         return self.count * float_bytes if self.is_float else self.stored.num_bytes
 
 
-def tensors_of(directory: Path, num_layers: int) -> list[ModelTensor]:
-    """Return the tensors that an engine loads of a model of `num_layers` layers.
+def tensors_of(directory: Path, num_layers: int, *, on_cpu: bool) -> list[ModelTensor]:
+    """Return the tensors that an engine loads of a model of `num_layers` layers. A CPU has quantised ones as floats.
 
     Raises ConfigError where there are no headers.
     """
     stored = read_tensors(directory)
+    form = form_of_weights(str(directory)) if on_cpu else None
+    if form is not None:
+        stored = find_quantised(stored, form).as_floats(stored)
     if not stored:
         raise ConfigError(
             f"{directory} has no *.safetensors, whose headers give the size of a model; convert the weights, or "

@@ -136,8 +136,9 @@ class NumberFormat:
         return self.cpu if device == CPU else self.gpu
 
 
-_NO_CPU_KERNELS = _refused(
-    "no CPU kernels take it; use the bfloat16 checkpoint, with --cpu-weight-dtype int8 to halve it"
+_AS_FLOATS = _works("as floats: taken back to bfloat16, or --dtype, as its files are read")
+_NOT_AS_FLOATS = _refused(
+    "a CPU takes fp8, mxfp4, gptq, awq and compressed-tensors back to floats; use such a checkpoint, or the bfloat16 one"
 )
 _BY_SGLANG = _unrun("SGLang's own kernels; its weights stay resident")
 
@@ -162,14 +163,15 @@ FORMATS: tuple[NumberFormat, ...] = (
         _WORKS,
         _refused("for the CPU's kernels; see SGLang's --quantization"),
     ),
-    NumberFormat("fp8, block-quantised checkpoint", ("fp8",), _NO_CPU_KERNELS, _BY_SGLANG),
-    NumberFormat("mxfp4 checkpoint", ("mxfp4",), _NO_CPU_KERNELS, _BY_SGLANG),
+    NumberFormat("fp8 checkpoint (a scale for a block, row or matrix)", ("fp8",), _AS_FLOATS, _BY_SGLANG),
+    NumberFormat("mxfp4 checkpoint", ("mxfp4",), _AS_FLOATS, _BY_SGLANG),
     NumberFormat(
-        "GPTQ, AWQ, compressed-tensors and other quantised checkpoints",
+        "GPTQ, AWQ and compressed-tensors checkpoints",
         ("gptq", "awq", "compressed-tensors"),
-        _NO_CPU_KERNELS,
+        _AS_FLOATS,
         _BY_SGLANG,
     ),
+    NumberFormat("other quantised checkpoints", ("bitsandbytes", "modelopt", "quark"), _NOT_AS_FLOATS, _BY_SGLANG),
 )
 _OTHER_QUANTISED = FORMATS[-1]
 

@@ -38,6 +38,7 @@ from sgl_batch.startup.argument_checks import (
 from sgl_batch.startup.family_arguments import family_arguments
 from sgl_batch.startup.gpu_arguments import chosen_arguments, machine_facts, model_facts
 from sgl_batch.startup.model_checks import check_this_device
+from sgl_batch.startup.quantised_arguments import quantised_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ def sglang_arguments(kwargs: dict[str, Any], config: BatchConfig) -> dict[str, A
         merged["disable_cuda_graph"] = True
         # Fused, a shared expert would be one of the routed experts, which have other names and are cut between ranks.
         merged["disable_shared_experts_fusion"] = True
+    merged.update(quantised_arguments(merged, on_cpu=on_cpu(kwargs)))
     merged.update(_settled(config, merged))
     _check_choices(config, merged, on_cpu=on_cpu(kwargs))
     if merged.get("speculative_algorithm"):

@@ -1,15 +1,19 @@
-"""Owns how a rank loads the weights of a checkpoint: what reads them, the proof that all are loaded, and sharing."""
+"""Owns how a rank loads a checkpoint: what reads it, its numbers' form, the proof that all are loaded, and sharing."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
+from sgl_batch.checkpoint.model_directory import form_of_weights
 from sgl_batch.core.model_numbers import number
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.families import family_of
-from sgl_batch.sglang_adapter.checkpoint_loading import WeightReading, WeightWatch
+from sgl_batch.sglang_adapter.checkpoint_loading import WeightReading, WeightReform, WeightWatch
+from sgl_batch.sglang_adapter.types.messages import ServerArgs
+from sgl_batch.weights.dequantised import Dequantised
 from sgl_batch.weights.direct_tensors import read_past_page_cache
 from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.shared_weights import SharedWeights
@@ -47,6 +51,14 @@ def weight_reading(rank_context: RankContext | None) -> WeightReading | None:
     None for one rank of several: each reads all files, which the page cache has once for all of them.
     """
     return read_past_page_cache if rank_context is None else None
+
+
+def weight_reform(server_args: ServerArgs, dtype: torch.dtype) -> WeightReform | None:
+    """Return what takes quantised weights to floats of `dtype`, which a CPU computes with; None where there is none."""
+    if server_args.device != "cpu":
+        return None
+    form = form_of_weights(server_args.model_path, server_args.revision)
+    return None if form is None else Dequantised(form, dtype)
 
 
 def _never(_name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ with bootstrap.importing():
     from sglang.srt.model_loader import weight_utils
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-__all__ = ["WeightReading", "WeightWatch", "loading_weights"]
+__all__ = ["WeightReading", "WeightReform", "WeightWatch", "loading_weights"]
 
 # The formats of SGLang's default loader. Other formats have other loaders, which we do not adapt.
 _PLAIN_FORMATS = ("auto", "safetensors", "pt", "npcache")
@@ -34,6 +35,10 @@ WeightReading = Callable[[Sequence[Path], Callable[[str], bool]], tuple[list[Pat
 
 Returns the files whose reading is left to SGLang, and the names and tensors wanted of all others.
 """
+
+
+WeightReform = Callable[[Sequence[str], Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
+"""Takes a checkpoint's safetensors files and the names and tensors as they are read; returns those to be loaded."""
 
 
 class WeightWatch(Protocol):
@@ -54,8 +59,11 @@ def loading_weights(
     watch: WeightWatch,
     reading: WeightReading | None = None,
     leave: Callable[[str], bool] | None = None,
+    reform: WeightReform | None = None,
 ) -> Iterator[list[str]]:
     """Inside, `watch` sees a checkpoint being loaded. Tensors whose names `leave` accepts are not loaded.
+
+    `reform` gives the others another form before `watch` sees them.
 
     `reading` reads safetensors files where no argument of SGLang's asks for a way to read them.
 
@@ -77,7 +85,8 @@ def loading_weights(
 
         def _get_all_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
             everything = super()._get_all_weights(*args, **kwargs)
-            return ((name, weight) for name, weight in everything if leave is None or not leave(name))
+            kept = ((name, weight) for name, weight in everything if leave is None or not leave(name))
+            return kept if reform is None else _reformed(reform, files, kept)
 
         def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: Any) -> None:
             load_weights = model.load_weights
@@ -96,6 +105,16 @@ def loading_weights(
             yield files
         finally:
             server_args.load_format = given
+
+
+def _reformed(
+    reform: WeightReform, files: Sequence[str], weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `reform` makes of `weights`. SGLang fills the list of files when the first one is asked for."""
+    coming = iter(weights)
+    first = next(coming, None)
+    if first is not None:
+        yield from reform(files, chain([first], coming))
 
 
 @contextmanager

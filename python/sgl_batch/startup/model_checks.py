@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from sgl_batch.checkpoint.model_directory import ModelSource, check_model, model_config, num_experts
+from sgl_batch.checkpoint.model_directory import ModelSource, check_model, model_config, num_experts, quantization
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.model_refusals import Config, check_without_adapter, number_type, refusal
 from sgl_batch.core.supported_models import CPU, GPU, Status, family_named, format_of, has_adapter
@@ -46,9 +46,15 @@ def check_this_device(arguments: Mapping[str, object], ours: BatchConfig, *, on_
     config = model_config(name, given.get("revision"))
     if config is None:
         return
+    asked = given.get("quantization")
+    if on_cpu and asked is not None and asked != quantization(name, given.get("revision")):
+        raise ConfigError(
+            f"quantization is {asked!r}, and the weights of {name} are not quantised so; SGLang's kernels that round "
+            "them while they are loaded are for GPUs: leave it out, or give --cpu-weight-dtype int8"
+        )
     config |= json.loads(given.get("json_model_override_args", "{}"))
-    if "quantization" in given:
-        config.setdefault("quantization_config", {"quant_method": given["quantization"]})
+    if asked is not None:
+        config.setdefault("quantization_config", {"quant_method": asked})
     device, context = CPU if on_cpu else GPU, given.get("context_length")
     _refuse(name, config, refusal(config, device=device, context=None if context is None else int(context)))
     number_format = format_of(number_type(config, given.get("dtype", "auto"))).on(device)

@@ -40,7 +40,8 @@ class PlannedModel:
     @cached_property
     def files(self) -> Model:
         """The sizes of its tensors. Raises ConfigError where its weights have no headers."""
-        return Model(config=self.text, tensors=tensors_of(self.directory, self.layers.num_layers), dtype=self.dtype)
+        tensors = tensors_of(self.directory, self.layers.num_layers, on_cpu=True)
+        return Model(config=self.text, tensors=tensors, dtype=self.dtype)
 
 
 def model_directory(name: str, revision: str | None = None) -> Path:

@@ -1,0 +1,241 @@
+"""Owns how quantised checkpoints store matrices: which tensors make up one, and the name and shape that it has as floats.
+
+It reads headers, and no weights. `weights.dequantised` computes the floats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from sgl_batch.checkpoint.files import StoredTensor, few
+from sgl_batch.core.quantised_form import QuantisedForm
+from sgl_batch.errors import ConfigError
+
+# Numbers of a block of mxfp4, which have one scale, and numbers of a byte.
+MXFP4_BLOCK, _MXFP4_PER_BYTE = 32, 2
+WORD_BITS = 32
+_EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
+# Scales of activations and of KV, which floats do not need.
+_OF_ACTIVATIONS = re.compile(r"\.(input_scale|input_zero_point|output_scale|activation_scale|[qkv]_scale)$")
+
+
+class Kind(StrEnum):
+    """How the numbers of a matrix are stored."""
+
+    SCALED = "scaled"  # 8 bits each, with a scale for the matrix, each row, or each block
+    MXFP4 = "mxfp4"  # all experts of a layer, 4 bits each, with a scale for 32
+    GPTQ = "gptq"
+    AWQ = "awq"
+    PACKED = "packed"  # integers of compressed-tensors
+
+
+# By kind, the ends of the names of its tensors; optional ones last.
+_PARTS: Mapping[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    Kind.MXFP4: (("_blocks", "_scales"), ()),
+    Kind.GPTQ: ((".qweight", ".scales", ".qzeros"), (".g_idx",)),
+    Kind.AWQ: ((".qweight", ".scales", ".qzeros"), ()),
+    Kind.PACKED: ((".weight_packed", ".weight_scale"), (".weight_shape", ".weight_zero_point", ".weight_g_idx")),
+    Kind.SCALED: ((".weight",), (".weight_scale_inv", ".weight_scale", ".weight_zero_point")),
+}
+_KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "mxfp4": (Kind.MXFP4,),
+    "gptq": (Kind.GPTQ,),
+    "awq": (Kind.AWQ,),
+    "fp8": (Kind.SCALED,),
+    "compressed-tensors": (Kind.PACKED, Kind.SCALED),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedMatrix:
+    """A matrix, or all experts' of a layer, of a quantised checkpoint.
+
+    Attributes:
+        name: The tensor's name in a checkpoint of floats.
+        kind: How its numbers are stored.
+        shape: Of its floats, [outputs, inputs]; of experts of a layer [experts, inputs, outputs].
+        parts: The stored tensors by the end of their names.
+        bits: Of a packed integer; 0 for other kinds.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    parts: Mapping[str, StoredTensor]
+    bits: int = 0
+
+    @property
+    def begin(self) -> str:
+        """What the names of its tensors begin with."""
+        return self.name.removesuffix(".weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedTensors:
+    """The quantised tensors of a checkpoint.
+
+    Attributes:
+        form: How they are quantised.
+        matrices: The matrices by their name as floats.
+        unused: Tensors that floats do not need.
+    """
+
+    form: QuantisedForm
+    matrices: Mapping[str, QuantisedMatrix]
+    unused: frozenset[str]
+
+    def matrix_of(self) -> dict[str, tuple[str, str]]:
+        """Return by the name of each stored part its matrix's name and the end of its own."""
+        return {
+            one.begin + end: (name, end) for name, one in self.matrices.items() for end in one.parts
+        }
+
+    def as_floats(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return the tensors of a checkpoint with its matrices as they are in bfloat16. Their bytes are in no file."""
+        parts = self.matrix_of()
+        plain = {name: one for name, one in tensors.items() if name not in parts and name not in self.unused}
+        for name, matrix in self.matrices.items():
+            first = next(iter(matrix.parts.values()))
+            plain[name] = StoredTensor(first.file, "BF16", matrix.shape, first.begin, 2 * prod(matrix.shape))
+        return plain
+
+
+def find_quantised(tensors: Mapping[str, StoredTensor], form: QuantisedForm) -> QuantisedTensors:
+    """Find the quantised matrices among a checkpoint's tensors. Raises ConfigError for one that is not complete."""
+    kinds = _KINDS[form.method]
+    found: dict[str, QuantisedMatrix] = {}
+    for name, tensor in tensors.items():
+        for kind in kinds:
+            needed, optional = _PARTS[kind]
+            if name.endswith(needed[0]) and (kind is not Kind.SCALED or tensor.dtype in _EIGHT_BITS):
+                begin = name.removesuffix(needed[0])
+                matrix = _matrix(kind, begin, tensors, form, (needed, optional))
+                found[matrix.name] = matrix
+    unused = frozenset(name for name in tensors if _OF_ACTIVATIONS.search(name))
+    quantised = QuantisedTensors(form=form, matrices=found, unused=unused)
+    _check_no_rest(tensors, quantised, kinds)
+    return quantised
+
+
+def _matrix(
+    kind: Kind,
+    begin: str,
+    tensors: Mapping[str, StoredTensor],
+    form: QuantisedForm,
+    ends: tuple[Sequence[str], Sequence[str]],
+) -> QuantisedMatrix:
+    needed, optional = ends
+    if absent := [end for end in needed if begin + end not in tensors]:
+        raise ConfigError(
+            f"the checkpoint has {begin}{needed[0]}, quantised by {form.method}, and no {begin}{absent[0]}: fetch the "
+            "files anew"
+        )
+    parts = {end: tensors[begin + end] for end in (*needed, *optional) if begin + end in tensors}
+    shape, bits = _SHAPES[kind](begin, parts, form)
+    name = begin if kind is Kind.MXFP4 else f"{begin}.weight"
+    return QuantisedMatrix(name=name, kind=kind, shape=shape, parts=parts, bits=bits)
+
+
+_Parts = Mapping[str, StoredTensor]
+_Shape = tuple[tuple[int, ...], int]
+
+
+def _scaled(begin: str, parts: _Parts, form: QuantisedForm) -> _Shape:
+    shape = parts[".weight"].shape
+    scales = [parts[end].shape for end in (".weight_scale_inv", ".weight_scale") if end in parts]
+    if len(scales) != 1 or len(shape) != 2:
+        _fail(begin, parts, f"a matrix of 8 bits has one tensor of scales, and {len(scales)} are there")
+    fitting = [(), (1,), (1, 1), (shape[0],), (shape[0], 1)]
+    if form.block is not None:
+        fitting.append((-(-shape[0] // form.block[0]), -(-shape[1] // form.block[1])))
+    if scales[0] not in fitting:
+        _fail(begin, parts, f"scales are one, {shape[0]} of rows, or of blocks of {form.block}")
+    return shape, 0
+
+
+def _mxfp4(begin: str, parts: _Parts, _: QuantisedForm) -> _Shape:
+    blocks, scales = parts["_blocks"], parts["_scales"]
+    in_bytes = MXFP4_BLOCK // _MXFP4_PER_BYTE
+    if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, in_bytes) or {blocks.dtype, scales.dtype} != {"U8"}:
+        _fail(begin, parts, f"blocks are bytes [experts, outputs, blocks, {in_bytes}], with a scale of a byte each")
+    experts, outputs, count, _ = blocks.shape
+    return (experts, count * MXFP4_BLOCK, outputs), 0
+
+
+def _gptq(begin: str, parts: _Parts, _: QuantisedForm) -> _Shape:
+    words, scales, zeros = parts[".qweight"], parts[".scales"], parts[".qzeros"]
+    order = parts.get(".g_idx")
+    if not len(words.shape) == len(scales.shape) == len(zeros.shape) == 2:
+        _fail(begin, parts, "all have two dimensions")
+    # As many words as zero points have for an output: so many integers lie in a word.
+    outputs, groups = words.shape[1], scales.shape[0]
+    per_word, rest = divmod(outputs, max(1, zeros.shape[1]))
+    inputs = words.shape[0] * per_word
+    fits = (
+        rest == 0
+        and per_word in (4, 8, 16)
+        and scales.shape[1] == outputs
+        and zeros.shape[0] == groups
+        and (order is None or order.shape == (inputs,))
+        and (order is not None or (groups > 0 and inputs % groups == 0))
+    )
+    if not fits:
+        _fail(begin, parts, "words are [inputs / n, outputs], zero points [groups, outputs / n], scales [groups, outputs]")
+    return (outputs, inputs), WORD_BITS // per_word
+
+
+def _awq(begin: str, parts: _Parts, _: QuantisedForm) -> _Shape:
+    words, scales, zeros = parts[".qweight"], parts[".scales"], parts[".qzeros"]
+    if not len(words.shape) == len(scales.shape) == len(zeros.shape) == 2:
+        _fail(begin, parts, "all have two dimensions")
+    inputs, outputs, groups = words.shape[0], words.shape[1] * 8, scales.shape[0]
+    fits = scales.shape[1] == outputs and zeros.shape == (groups, words.shape[1]) and groups and inputs % groups == 0
+    if not fits:
+        _fail(begin, parts, "words are [inputs, outputs / 8], zero points [groups, outputs / 8], scales [groups, outputs]")
+    return (outputs, inputs), WORD_BITS // 8
+
+
+def _packed(begin: str, parts: _Parts, form: QuantisedForm) -> _Shape:
+    words, scales = parts[".weight_packed"].shape, parts[".weight_scale"].shape
+    if len(words) == 2 and len(scales) == 2 and scales[0] == words[0]:
+        for bits, group in form.integers:
+            inputs = scales[1] * group if group is not None else words[1] * WORD_BITS // bits
+            if words[1] == -(-inputs // (WORD_BITS // bits)) and (group is not None or scales[1] == 1):
+                return (words[0], inputs), bits
+    _fail(begin, parts, f"words are [outputs, inputs / n], scales [outputs, groups], of {form.integers or 'no integers'}")
+    raise AssertionError
+
+
+_SHAPES = {
+    Kind.SCALED: _scaled,
+    Kind.MXFP4: _mxfp4,
+    Kind.GPTQ: _gptq,
+    Kind.AWQ: _awq,
+    Kind.PACKED: _packed,
+}
+
+
+def _fail(begin: str, parts: _Parts, needed: str) -> None:
+    shapes = ", ".join(f"{end.lstrip('._')} {one.dtype}{list(one.shape)}" for end, one in parts.items())
+    file = next(iter(parts.values())).file
+    raise ConfigError(
+        f"the tensors of {begin} in {file} do not belong together ({shapes}): {needed}; quantise the model again, or "
+        "fetch the files and the config of one checkpoint"
+    )
+
+
+def _check_no_rest(
+    tensors: Mapping[str, StoredTensor], quantised: QuantisedTensors, kinds: Iterable[Kind]
+) -> None:
+    """Raise ConfigError for parts of matrices that have no matrix."""
+    known = quantised.matrix_of().keys() | quantised.unused
+    ends = tuple({end for kind in kinds for group in _PARTS[kind] for end in group} - {".weight"})
+    if rest := [name for name in tensors if name.endswith(ends) and name not in known]:
+        raise ConfigError(
+            f"the checkpoint has {len(rest)} tensors of quantised matrices that are not complete: {few(rest)}; fetch "
+            "the files anew"
+        )

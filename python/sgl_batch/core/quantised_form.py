@@ -1,0 +1,110 @@
+"""Decides from a model's config how its checkpoint's weights are quantised, and whether they can be taken back to floats.
+
+A form says what tensors alone do not: `checkpoint.quantised` finds the matrices in the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Bits of GPTQ's integers that fill words of 32.
+_WHOLE_BITS = (2, 4, 8)
+_AWQ_BITS = 4
+_AWQ_LAYOUT = "gemm"
+_GPTQ_LAYOUTS = {"gptq": 1, "gptq_v2": 0}  # by name: what its zero points lack
+_COMPRESSED_LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedForm:
+    """How the weights of a checkpoint are quantised.
+
+    Attributes:
+        method: As the config names it.
+        block: Rows and columns of a block with one scale, of matrices of 8 bits; None where none has blocks.
+        zero_lack: What is added to GPTQ's stored zero points.
+        integers: Of compressed-tensors' packed integers, by group of layers: bits, and how many inputs share a scale;
+            None for all of a row.
+    """
+
+    method: str
+    block: tuple[int, int] | None = None
+    zero_lack: int = 0
+    integers: tuple[tuple[int, int | None], ...] = ()
+
+
+class UnreadableForm(ValueError):
+    """Weights are quantised in a form that is not taken back to floats. The text says which."""
+
+
+def quantised_form(asked: Mapping[str, Any]) -> QuantisedForm:
+    """Return the form that a config's `quantization_config` describes. Raises UnreadableForm."""
+    method = str(asked.get("quant_method", "unknown"))
+    read = _FORMS.get(method)
+    if read is None:
+        raise UnreadableForm(f"{method}, which is none of {', '.join(sorted(_FORMS))}")
+    try:
+        return read(method, asked)
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, UnreadableForm):
+            raise
+        raise UnreadableForm(f"{method}, whose fields in config.json cannot be read ({error})") from error
+
+
+def _mxfp4(method: str, _: Mapping[str, Any]) -> QuantisedForm:
+    return QuantisedForm(method=method)
+
+
+def _fp8(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
+    return QuantisedForm(method=method, block=_pair(asked.get("weight_block_size")))
+
+
+def _gptq(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
+    layout, bits = str(asked.get("checkpoint_format") or "gptq"), asked.get("bits")
+    if layout not in _GPTQ_LAYOUTS or asked.get("is_marlin_format"):
+        raise UnreadableForm(f"{method} laid out for one GPU kernel (checkpoint_format {layout!r})")
+    if bits not in _WHOLE_BITS:
+        raise UnreadableForm(f"{method} of {bits} bits, which is none of {_WHOLE_BITS}")
+    return QuantisedForm(method=method, zero_lack=_GPTQ_LAYOUTS[layout])
+
+
+def _awq(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
+    layout, bits = str(asked.get("version") or _AWQ_LAYOUT).lower(), asked.get("bits")
+    if layout != _AWQ_LAYOUT:
+        raise UnreadableForm(f"{method} laid out for another kernel (version {layout!r}, and {_AWQ_LAYOUT!r} is read)")
+    if bits != _AWQ_BITS:
+        raise UnreadableForm(f"{method} of {bits} bits, and {_AWQ_BITS} are read")
+    return QuantisedForm(method=method)
+
+
+def _compressed(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
+    groups = [one for one in (asked.get("config_groups") or {}).values() if one.get("weights")]
+    layouts = {str(one.get("format") or asked.get("format")) for one in groups}
+    if other := sorted(layouts - set(_COMPRESSED_LAYOUTS)):
+        raise UnreadableForm(f"{method} of the format {other[0]!r}, which is none of {', '.join(_COMPRESSED_LAYOUTS)}")
+    if (asked.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise UnreadableForm(f"{method} of sparse weights")
+    if (asked.get("transform_config") or {}).get("config_groups"):
+        raise UnreadableForm(f"{method} of weights that are rotated (transform_config)")
+    integers, blocks = [], set()
+    for one in (group["weights"] for group in groups):
+        if one.get("strategy") == "block":
+            blocks.add(_pair(one["block_structure"]))
+        if one.get("type") == "int":
+            size = one.get("group_size")
+            integers.append((int(one["num_bits"]), int(size) if size and size > 0 else None))
+    if len(blocks) > 1:
+        raise UnreadableForm(f"{method} of blocks of several sizes")
+    return QuantisedForm(method=method, block=next(iter(blocks), None), integers=tuple(integers))
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    if not value:
+        return None
+    rows, columns = value
+    return int(rows), int(columns)
+
+
+_FORMS = {"mxfp4": _mxfp4, "fp8": _fp8, "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}

@@ -1,0 +1,201 @@
+"""Owns taking the quantised matrices of a checkpoint back to floats, as their tensors are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sgl_batch.checkpoint.files import StoredTensor, few, read_header
+from sgl_batch.checkpoint.quantised import WORD_BITS, Kind, QuantisedMatrix, QuantisedTensors, find_quantised
+from sgl_batch.core.quantised_form import QuantisedForm
+from sgl_batch.errors import ConfigError
+
+Parts = Mapping[str, Tensor]
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+# Numbers that are computed at a time, so that what is computed in float32 stays in a cache.
+_AT_A_TIME = 1 << 18
+# The 16 numbers of mxfp4 by code: a sign, two bits of exponent, one of mantissa.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+# AWQ's words hold the integers of eight neighbouring outputs in this order.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class Dequantised:
+    """Takes the quantised matrices of checkpoints of one form to floats of `dtype`.
+
+    Each number is the product of its integer or small float and its scale, less a zero point where there is one,
+    computed in float32 and rounded once. Powers of two as scales (mxfp4) and `dtype` bfloat16 give exact numbers.
+    """
+
+    def __init__(self, form: QuantisedForm, dtype: torch.dtype) -> None:
+        self._form, self._dtype = form, dtype
+
+    def __call__(self, files: Sequence[str], weights: NamedTensors) -> NamedTensors:
+        """Yield `weights`, the tensors of safetensors `files`, each matrix as floats under its plain name.
+
+        Raises ConfigError for a matrix whose tensors are not all there, or do not belong together.
+        """
+        if not files:
+            raise ConfigError(
+                f"the model's weights are quantised ({self._form.method}) and not in safetensors files, from which "
+                "alone a CPU reads them: fetch the model's safetensors"
+            )
+        stored: dict[str, StoredTensor] = {}
+        for file in files:
+            stored |= read_header(Path(file))
+        return self._yield(find_quantised(stored, self._form), weights)
+
+    def _yield(self, quantised: QuantisedTensors, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        matrix_of, waiting = quantised.matrix_of(), dict[str, dict[str, Tensor]]()
+        for name, weight in weights:
+            if name in quantised.unused:
+                continue
+            if name not in matrix_of:
+                yield name, weight
+                continue
+            plain, end = matrix_of[name]
+            parts = waiting.setdefault(plain, {})
+            parts[end] = weight
+            matrix = quantised.matrices[plain]
+            if len(parts) == len(matrix.parts):
+                del waiting[plain]
+                yield plain, self._floats(matrix, parts)
+        if waiting:
+            raise ConfigError(
+                f"tensors of {len(waiting)} quantised matrices were not read: {few(waiting)}; fetch the checkpoint anew"
+            )
+
+    def _floats(self, matrix: QuantisedMatrix, parts: Parts) -> Tensor:
+        scales = next(part for end, part in parts.items() if "scale" in end)
+        if not _are_finite(scales):
+            raise ConfigError(
+                f"{matrix.name} has scales that are infinite or no numbers: every answer would be wrong; quantise the "
+                "model again, or fetch the checkpoint anew"
+            )
+        if matrix.kind is Kind.MXFP4:
+            return mxfp4_floats(parts["_blocks"], parts["_scales"], self._dtype)
+        out = torch.empty(matrix.shape, dtype=self._dtype)
+        rows = max(1, _AT_A_TIME // matrix.shape[1])
+        if matrix.kind is Kind.SCALED:
+            of_rows = _scaled(parts, self._form.block)
+        elif matrix.kind is Kind.PACKED:
+            of_rows = _packed(parts, matrix.bits, matrix.shape)
+        else:
+            integers, zeros = (_gptq if matrix.kind is Kind.GPTQ else _awq)(parts, matrix.bits)
+            of_rows = _grouped(integers, zeros + self._form.zero_lack, parts[".scales"], parts.get(".g_idx"))
+        for first in range(0, matrix.shape[0], rows):
+            last = min(first + rows, matrix.shape[0])
+            out[first:last] = of_rows(first, last)
+        return out
+
+
+Rows = Callable[[int, int], Tensor]
+"""Returns the floats of the rows [first, last) of a matrix [outputs, inputs], in float32."""
+
+
+def mxfp4_floats(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return all experts' matrices [experts, inputs, outputs] of a layer, whose outputs' inputs are neighbours.
+
+    `blocks` [experts, outputs, inputs / 32, 16]: two numbers of 4 bits a byte, the lower bits first. `scales`
+    [experts, outputs, inputs / 32]: exponents of two, plus 127.
+    """
+    numbers = torch.tensor([*_E2M1, *(-one for one in _E2M1)], dtype=dtype)
+    pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=-1)  # by byte
+    as_words = pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64).flatten()
+    powers = torch.exp2(torch.arange(256, dtype=torch.float64) - _E8M0_BIAS).to(dtype)
+    experts, outputs, count, in_bytes = blocks.shape
+    out = torch.empty(experts, outputs, count, 2 * in_bytes, dtype=dtype)
+    words = out.view(as_words.dtype)
+    rows = max(1, _AT_A_TIME // (count * 2 * in_bytes))
+    for expert in range(experts):
+        for first in range(0, outputs, rows):
+            part = slice(first, first + rows)
+            codes = blocks[expert, part]
+            torch.index_select(as_words, 0, codes.flatten().int(), out=words[expert, part].view(-1))
+            out[expert, part].mul_(powers[scales[expert, part].int()].unsqueeze(-1))
+    return out.view(experts, outputs, count * 2 * in_bytes).transpose(1, 2)
+
+
+def _scaled(parts: Parts, block: tuple[int, int] | None) -> Rows:
+    weight = parts[".weight"]
+    scale = next(part for end, part in parts.items() if "scale" in end).float()
+    zeros = parts.get(".weight_zero_point")
+    if scale.numel() == 1 or scale.shape[0] == weight.shape[0]:
+        by_row = scale.reshape(-1, 1).expand(weight.shape[0], 1)
+        lack = None if zeros is None else zeros.float().reshape(-1, 1).expand(weight.shape[0], 1)
+
+        def of_rows(first: int, last: int) -> Tensor:
+            numbers = weight[first:last].float()
+            return (numbers if lack is None else numbers - lack[first:last]) * by_row[first:last]
+
+        if scale.dim() != 2 or scale.shape[1] == 1:
+            return of_rows
+    assert block is not None, "scales of blocks are found only where the form has blocks"
+    by_column = scale.repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
+
+    def of_blocks(first: int, last: int) -> Tensor:
+        return weight[first:last].float() * by_column[torch.arange(first, last) // block[0]]
+
+    return of_blocks
+
+
+def _words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """Return the unsigned integers of words of 32 bits, uint8 [..., integers of a word]; lower bits first, or in `order`."""
+    places = torch.arange(WORD_BITS // bits, dtype=torch.int32) if order is None else torch.tensor(order, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> (places * bits)) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def _gptq(parts: Parts, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the integers [outputs, inputs] and the zero points [groups, outputs]."""
+    words, zeros = parts[".qweight"], parts[".qzeros"]
+    integers = _words(words.t().contiguous(), bits).flatten(1)
+    return integers, _words(zeros, bits).flatten(1).int()
+
+
+def _awq(parts: Parts, bits: int) -> tuple[Tensor, Tensor]:
+    words, zeros = parts[".qweight"], parts[".qzeros"]
+    return _words(words, bits, _AWQ_ORDER).flatten(1).t(), _words(zeros, bits, _AWQ_ORDER).flatten(1).int()
+
+
+def _grouped(integers: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | None) -> Rows:
+    """Return the rows of integers [outputs, inputs] whose zero points and scales are [groups, outputs].
+
+    `order`: the group of each input; groups of equal size one after the other if None.
+    """
+    of_output, lack = scales.float().t().contiguous(), zeros.float().t().contiguous()
+    inputs, groups = integers.shape[1], scales.shape[0]
+    group = torch.arange(inputs) // (inputs // groups) if order is None else order.long()
+
+    def of_rows(first: int, last: int) -> Tensor:
+        return (integers[first:last].float() - lack[first:last][:, group]) * of_output[first:last][:, group]
+
+    return of_rows
+
+
+def _packed(parts: Parts, bits: int, shape: Sequence[int]) -> Rows:
+    words, scales = parts[".weight_packed"], parts[".weight_scale"].float()
+    zeros, order = parts.get(".weight_zero_point"), parts.get(".weight_g_idx")
+    inputs, half = shape[1], 1 << (bits - 1)
+    group = order.long() if order is not None else torch.arange(inputs) // (-(-inputs // scales.shape[1]))
+    lack = torch.zeros_like(scales)
+    if zeros is not None and zeros.dtype == torch.int32 and zeros.shape != scales.shape:
+        lack = _words(zeros.t().contiguous(), bits).flatten(1).t()[: shape[0]].float() - half
+    elif zeros is not None:
+        lack = zeros.float()
+
+    def of_rows(first: int, last: int) -> Tensor:
+        integers = _words(words[first:last], bits).flatten(1)[:, :inputs].float() - half
+        return (integers - lack[first:last][:, group]) * scales[first:last][:, group]
+
+    return of_rows
+
+
+def _are_finite(scales: Tensor) -> bool:
+    if scales.dtype == torch.uint8:
+        return not bool((scales == _E8M0_NAN).any())
+    return bool(torch.isfinite(scales.float()).all())
