@@ -70,7 +70,7 @@ def _by_groups(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, T
 
 
 def _in_words(integers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Pack neighbours of the last dimension into words of 32 bits: the first, or that of `order`, in the lowest bits."""
+    """Pack neighbours of the last dimension into words of 32 bits, the first, or that of `order`, lowest."""
     per_word = 32 // bits
     parts = integers.long().unflatten(-1, (-1, per_word))[..., list(order or range(per_word))]
     words = (parts << (torch.arange(per_word) * bits)).sum(dim=-1)

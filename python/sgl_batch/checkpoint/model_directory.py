@@ -143,7 +143,7 @@ def quantization(model: str, revision: str | None = None) -> str | None:
 def form_of_weights(model: str, revision: str | None = None) -> QuantisedForm | None:
     """Return how a model's weights are quantised; None if they are not, or without a config on this machine.
 
-    Raises UnreadableForm.
+    Raises QuantisedFormError.
     """
     for part in _text_configs(model, revision):
         for name in QUANTIZATION_FIELDS:

@@ -1,4 +1,4 @@
-"""Owns how quantised checkpoints store matrices: which tensors make up one, and the name and shape that it has as floats.
+"""Owns how quantised checkpoints store matrices: which tensors make up one, and its name and shape as floats.
 
 It reads headers, and no weights. `weights.dequantised` computes the floats.
 """
@@ -90,9 +90,7 @@ class QuantisedTensors:
 
     def matrix_of(self) -> dict[str, tuple[str, str]]:
         """Return by the name of each stored part its matrix's name and the end of its own."""
-        return {
-            one.begin + end: (name, end) for name, one in self.matrices.items() for end in one.parts
-        }
+        return {one.begin + end: (name, end) for name, one in self.matrices.items() for end in one.parts}
 
     def as_floats(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the tensors of a checkpoint with its matrices as they are in bfloat16. Their bytes are in no file."""
@@ -184,7 +182,7 @@ def _gptq(begin: str, parts: _Parts, _: QuantisedForm) -> _Shape:
         and (order is not None or (groups > 0 and inputs % groups == 0))
     )
     if not fits:
-        _fail(begin, parts, "words are [inputs / n, outputs], zero points [groups, outputs / n], scales [groups, outputs]")
+        _fail(begin, parts, "words are [inputs / n, outputs], zeros [groups, outputs / n], scales [groups, outputs]")
     return (outputs, inputs), WORD_BITS // per_word
 
 
@@ -195,18 +193,18 @@ def _awq(begin: str, parts: _Parts, _: QuantisedForm) -> _Shape:
     inputs, outputs, groups = words.shape[0], words.shape[1] * 8, scales.shape[0]
     fits = scales.shape[1] == outputs and zeros.shape == (groups, words.shape[1]) and groups and inputs % groups == 0
     if not fits:
-        _fail(begin, parts, "words are [inputs, outputs / 8], zero points [groups, outputs / 8], scales [groups, outputs]")
+        _fail(begin, parts, "words are [inputs, outputs / 8], zeros [groups, outputs / 8], scales [groups, outputs]")
     return (outputs, inputs), WORD_BITS // 8
 
 
 def _packed(begin: str, parts: _Parts, form: QuantisedForm) -> _Shape:
     words, scales = parts[".weight_packed"].shape, parts[".weight_scale"].shape
     if len(words) == 2 and len(scales) == 2 and scales[0] == words[0]:
-        for bits, group in form.integers:
-            inputs = scales[1] * group if group is not None else words[1] * WORD_BITS // bits
-            if words[1] == -(-inputs // (WORD_BITS // bits)) and (group is not None or scales[1] == 1):
+        for bits, size in form.integers:
+            inputs = scales[1] * size if size is not None else words[1] * WORD_BITS // bits
+            if words[1] == -(-inputs // (WORD_BITS // bits)) and (size is not None or scales[1] == 1):
                 return (words[0], inputs), bits
-    _fail(begin, parts, f"words are [outputs, inputs / n], scales [outputs, groups], of {form.integers or 'no integers'}")
+    _fail(begin, parts, f"words are [outputs, inputs / n], scales [outputs, groups]; config.json has {form.integers}")
     raise AssertionError
 
 
@@ -228,9 +226,7 @@ def _fail(begin: str, parts: _Parts, needed: str) -> None:
     )
 
 
-def _check_no_rest(
-    tensors: Mapping[str, StoredTensor], quantised: QuantisedTensors, kinds: Iterable[Kind]
-) -> None:
+def _check_no_rest(tensors: Mapping[str, StoredTensor], quantised: QuantisedTensors, kinds: Iterable[Kind]) -> None:
     """Raise ConfigError for parts of matrices that have no matrix."""
     known = quantised.matrix_of().keys() | quantised.unused
     ends = tuple({end for kind in kinds for group in _PARTS[kind] for end in group} - {".weight"})

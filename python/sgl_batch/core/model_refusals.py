@@ -14,7 +14,7 @@ from typing import Any
 
 from sgl_batch.config import BatchConfig
 from sgl_batch.core.config_forms import unreadable
-from sgl_batch.core.quantised_form import UnreadableForm, quantised_form
+from sgl_batch.core.quantised_form import QuantisedFormError, quantised_form
 from sgl_batch.core.supported_models import CPU, GPU, ModelFamily, Status, family_named, format_of
 from sgl_batch.errors import ConfigError
 
@@ -260,7 +260,7 @@ def _cpu_alone(judged: JudgedConfig) -> str | None:
 def _quantised(asked: Config) -> str | None:
     try:
         quantised_form(asked)
-    except UnreadableForm as error:
+    except QuantisedFormError as error:
         method = str(asked.get("quant_method", "unknown"))
         return f"its weights are quantised by {error}: {format_of(method).cpu.note or format_of('').cpu.note}"
     return None

@@ -1,4 +1,4 @@
-"""Decides from a model's config how its checkpoint's weights are quantised, and whether they can be taken back to floats.
+"""Decides from a model's config how its weights are quantised, and whether they can be taken back to floats.
 
 A form says what tensors alone do not: `checkpoint.quantised` finds the matrices in the files.
 """
@@ -35,22 +35,22 @@ class QuantisedForm:
     integers: tuple[tuple[int, int | None], ...] = ()
 
 
-class UnreadableForm(ValueError):
+class QuantisedFormError(ValueError):
     """Weights are quantised in a form that is not taken back to floats. The text says which."""
 
 
 def quantised_form(asked: Mapping[str, Any]) -> QuantisedForm:
-    """Return the form that a config's `quantization_config` describes. Raises UnreadableForm."""
+    """Return the form that a config's `quantization_config` describes. Raises QuantisedFormError."""
     method = str(asked.get("quant_method", "unknown"))
     read = _FORMS.get(method)
     if read is None:
-        raise UnreadableForm(f"{method}, which is none of {', '.join(sorted(_FORMS))}")
+        raise QuantisedFormError(f"{method}, which is none of {', '.join(sorted(_FORMS))}")
     try:
         return read(method, asked)
     except (AttributeError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, UnreadableForm):
+        if isinstance(error, QuantisedFormError):
             raise
-        raise UnreadableForm(f"{method}, whose fields in config.json cannot be read ({error})") from error
+        raise QuantisedFormError(f"{method}, whose fields in config.json cannot be read ({error})") from error
 
 
 def _mxfp4(method: str, _: Mapping[str, Any]) -> QuantisedForm:
@@ -64,18 +64,20 @@ def _fp8(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
 def _gptq(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
     layout, bits = str(asked.get("checkpoint_format") or "gptq"), asked.get("bits")
     if layout not in _GPTQ_LAYOUTS or asked.get("is_marlin_format"):
-        raise UnreadableForm(f"{method} laid out for one GPU kernel (checkpoint_format {layout!r})")
+        raise QuantisedFormError(f"{method} laid out for one GPU kernel (checkpoint_format {layout!r})")
     if bits not in _WHOLE_BITS:
-        raise UnreadableForm(f"{method} of {bits} bits, which is none of {_WHOLE_BITS}")
+        raise QuantisedFormError(f"{method} of {bits} bits, which is none of {_WHOLE_BITS}")
     return QuantisedForm(method=method, zero_lack=_GPTQ_LAYOUTS[layout])
 
 
 def _awq(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
     layout, bits = str(asked.get("version") or _AWQ_LAYOUT).lower(), asked.get("bits")
     if layout != _AWQ_LAYOUT:
-        raise UnreadableForm(f"{method} laid out for another kernel (version {layout!r}, and {_AWQ_LAYOUT!r} is read)")
+        raise QuantisedFormError(
+            f"{method} laid out for another kernel (version {layout!r}, and {_AWQ_LAYOUT!r} is read)"
+        )
     if bits != _AWQ_BITS:
-        raise UnreadableForm(f"{method} of {bits} bits, and {_AWQ_BITS} are read")
+        raise QuantisedFormError(f"{method} of {bits} bits, and {_AWQ_BITS} are read")
     return QuantisedForm(method=method)
 
 
@@ -83,11 +85,13 @@ def _compressed(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
     groups = [one for one in (asked.get("config_groups") or {}).values() if one.get("weights")]
     layouts = {str(one.get("format") or asked.get("format")) for one in groups}
     if other := sorted(layouts - set(_COMPRESSED_LAYOUTS)):
-        raise UnreadableForm(f"{method} of the format {other[0]!r}, which is none of {', '.join(_COMPRESSED_LAYOUTS)}")
+        raise QuantisedFormError(
+            f"{method} of the format {other[0]!r}, which is none of {', '.join(_COMPRESSED_LAYOUTS)}"
+        )
     if (asked.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise UnreadableForm(f"{method} of sparse weights")
+        raise QuantisedFormError(f"{method} of sparse weights")
     if (asked.get("transform_config") or {}).get("config_groups"):
-        raise UnreadableForm(f"{method} of weights that are rotated (transform_config)")
+        raise QuantisedFormError(f"{method} of weights that are rotated (transform_config)")
     integers, blocks = [], set()
     for one in (group["weights"] for group in groups):
         if one.get("strategy") == "block":
@@ -96,7 +100,7 @@ def _compressed(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
             size = one.get("group_size")
             integers.append((int(one["num_bits"]), int(size) if size and size > 0 else None))
     if len(blocks) > 1:
-        raise UnreadableForm(f"{method} of blocks of several sizes")
+        raise QuantisedFormError(f"{method} of blocks of several sizes")
     return QuantisedForm(method=method, block=next(iter(blocks), None), integers=tuple(integers))
 
 

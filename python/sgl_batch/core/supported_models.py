@@ -138,7 +138,7 @@ class NumberFormat:
 
 _AS_FLOATS = _works("as floats: taken back to bfloat16, or --dtype, as its files are read")
 _NOT_AS_FLOATS = _refused(
-    "a CPU takes fp8, mxfp4, gptq, awq and compressed-tensors back to floats; use such a checkpoint, or the bfloat16 one"
+    "a CPU takes fp8, mxfp4, gptq, awq and compressed-tensors back to floats; use one of these, or the bfloat16 one"
 )
 _BY_SGLANG = _unrun("SGLang's own kernels; its weights stay resident")
 

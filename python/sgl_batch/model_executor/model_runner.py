@@ -44,7 +44,7 @@ from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.partition_set import PartitionSets
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.model_executor.weight_watch import weight_reading, weight_reform, weight_watch
+from sgl_batch.model_executor.weight_watch import reform_of, weight_reading, weight_watch
 from sgl_batch.model_executor.yield_callback import make_yield_callback
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers, reports_choices
@@ -141,7 +141,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         reading = weight_reading(rank_context)
         with shard, huge_parameters(), models_as_configured():
             if resident:
-                with loading_weights(self.server_args, watch, reading, reform=weight_reform(self.server_args, config.dtype)):
+                with loading_weights(self.server_args, watch, reading, reform_of=reform_of(self.device, config.dtype)):
                     super().load_model()
             else:
                 with unloaded_experts(), loading_weights(self.server_args, watch, reading, is_expert_weight) as files:

@@ -11,8 +11,7 @@ from sgl_batch.core.model_numbers import number
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.families import family_of
-from sgl_batch.sglang_adapter.checkpoint_loading import WeightReading, WeightReform, WeightWatch
-from sgl_batch.sglang_adapter.types.messages import ServerArgs
+from sgl_batch.sglang_adapter.checkpoint_loading import ReformOf, WeightReading, WeightReform, WeightWatch
 from sgl_batch.weights.dequantised import Dequantised
 from sgl_batch.weights.direct_tensors import read_past_page_cache
 from sgl_batch.weights.loaded_weights import LoadedWeights
@@ -53,12 +52,14 @@ def weight_reading(rank_context: RankContext | None) -> WeightReading | None:
     return read_past_page_cache if rank_context is None else None
 
 
-def weight_reform(server_args: ServerArgs, dtype: torch.dtype) -> WeightReform | None:
-    """Return what takes quantised weights to floats of `dtype`, which a CPU computes with; None where there is none."""
-    if server_args.device != "cpu":
-        return None
-    form = form_of_weights(server_args.model_path, server_args.revision)
-    return None if form is None else Dequantised(form, dtype)
+def reform_of(device: str, dtype: torch.dtype) -> ReformOf | None:
+    """Return what takes quantised weights to floats of `dtype`, with which a CPU computes; None on other devices."""
+
+    def of_model(name: str, revision: str | None) -> WeightReform | None:
+        form = form_of_weights(name, revision)
+        return None if form is None else Dequantised(form, dtype)
+
+    return of_model if device == "cpu" else None
 
 
 def _never(_name: str) -> bool:

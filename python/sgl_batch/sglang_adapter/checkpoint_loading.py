@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ with bootstrap.importing():
     from sglang.srt.model_loader import weight_utils
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-__all__ = ["WeightReading", "WeightReform", "WeightWatch", "loading_weights"]
+__all__ = ["ReformOf", "WeightReading", "WeightReform", "WeightWatch", "loading_weights", "reformed_weights"]
 
 # The formats of SGLang's default loader. Other formats have other loaders, which we do not adapt.
 _PLAIN_FORMATS = ("auto", "safetensors", "pt", "npcache")
@@ -39,6 +38,9 @@ Returns the files whose reading is left to SGLang, and the names and tensors wan
 
 WeightReform = Callable[[Sequence[str], Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
 """Takes a checkpoint's safetensors files and the names and tensors as they are read; returns those to be loaded."""
+
+ReformOf = Callable[[str, str | None], WeightReform | None]
+"""Takes the name of a model and its revision. Returns None for a checkpoint that is loaded as it is read."""
 
 
 class WeightWatch(Protocol):
@@ -59,11 +61,11 @@ def loading_weights(
     watch: WeightWatch,
     reading: WeightReading | None = None,
     leave: Callable[[str], bool] | None = None,
-    reform: WeightReform | None = None,
+    reform_of: ReformOf | None = None,
 ) -> Iterator[list[str]]:
     """Inside, `watch` sees a checkpoint being loaded. Tensors whose names `leave` accepts are not loaded.
 
-    `reform` gives the others another form before `watch` sees them.
+    `reform_of`: as in `reformed_weights`.
 
     `reading` reads safetensors files where no argument of SGLang's asks for a way to read them.
 
@@ -85,8 +87,7 @@ def loading_weights(
 
         def _get_all_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
             everything = super()._get_all_weights(*args, **kwargs)
-            kept = ((name, weight) for name, weight in everything if leave is None or not leave(name))
-            return kept if reform is None else _reformed(reform, files, kept)
+            return ((name, weight) for name, weight in everything if leave is None or not leave(name))
 
         def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: Any) -> None:
             load_weights = model.load_weights
@@ -96,7 +97,7 @@ def loading_weights(
             finally:
                 del model.load_weights
 
-    with _few_lines_in_logs(), _read_by(reading, leave):
+    with _few_lines_in_logs(), _read_by(reading, leave), reformed_weights(reform_of):
         if given not in _PLAIN_FORMATS:
             yield files
             return
@@ -107,14 +108,25 @@ def loading_weights(
             server_args.load_format = given
 
 
-def _reformed(
-    reform: WeightReform, files: Sequence[str], weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `reform` makes of `weights`. SGLang fills the list of files when the first one is asked for."""
-    coming = iter(weights)
-    first = next(coming, None)
-    if first is not None:
-        yield from reform(files, chain([first], coming))
+@contextmanager
+def reformed_weights(reform_of: ReformOf | None) -> Iterator[None]:
+    """Inside, SGLang's default loader gives the tensors of each checkpoint in the form that `reform_of` has for it."""
+    own = DefaultModelLoader._get_weights_iterator
+
+    def read(loader: Any, source: Any) -> Iterator[tuple[str, Tensor]]:
+        reform = None if reform_of is None else reform_of(source.model_or_path, source.revision)
+        if reform is None:
+            yield from own(loader, source)
+            return
+        found = loader._prepare_weights(source.model_or_path, source.revision, source.fall_back_to_pt)
+        _, files, use_safetensors = found
+        yield from reform(files if use_safetensors else [], own(loader, source))
+
+    DefaultModelLoader._get_weights_iterator = read
+    try:
+        yield
+    finally:
+        DefaultModelLoader._get_weights_iterator = own
 
 
 @contextmanager

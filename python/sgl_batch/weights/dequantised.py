@@ -145,8 +145,9 @@ def _scaled(parts: Parts, block: tuple[int, int] | None) -> Rows:
 
 
 def _words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """Return the unsigned integers of words of 32 bits, uint8 [..., integers of a word]; lower bits first, or in `order`."""
-    places = torch.arange(WORD_BITS // bits, dtype=torch.int32) if order is None else torch.tensor(order, dtype=torch.int32)
+    """Return the unsigned integers of words of 32 bits, uint8 [..., of a word]; lower bits first, or in `order`."""
+    per_word = WORD_BITS // bits
+    places = torch.tensor(range(per_word) if order is None else order, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> (places * bits)) & ((1 << bits) - 1)).to(torch.uint8)
 
 

@@ -159,7 +159,7 @@ def test_the_memory_of_an_unknown_gpu_has_to_be_given(capsys):
     ("fields", "argv", "words"),
     [
         ({"linear_num_value_heads": 4}, [], "is refused: it carries a state"),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["--device", "cpu"], r"quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, ["--device", "cpu"], r"quantised by modelopt"),
         ({"dtype": "float16"}, ["--device", "cpu"], "would run in float16: the CPU's kernels take bfloat16"),
         ({"architectures": ["BertLMHeadModel"]}, [], "SGLang has no model of its own for it"),
         ({"architectures": ["OlmoeForCausalLMx"]}, [], "which this SGLang does not know"),

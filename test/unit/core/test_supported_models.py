@@ -40,7 +40,7 @@ def test_each_refusal_has_a_reason():
 
 def test_a_format_without_a_row_counts_as_one_of_the_other_quantised_ones():
     assert format_of("fp8").name.startswith("fp8")
-    assert format_of("bitsandbytes") is format_of("gptq")
+    assert format_of("bitsandbytes") is format_of("foo4") is not format_of("gptq")
 
 
 def test_the_text_of_a_forward_names_the_architecture_without_an_adapter():

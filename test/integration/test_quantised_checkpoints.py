@@ -1,0 +1,103 @@
+"""Quantised checkpoints answer on a CPU as Hugging Face's model of their floats does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sgl_batch import Engine
+from sgl_batch.checkpoint.model_directory import form_of_weights
+from sgl_batch.errors import ConfigError
+from sgl_batch.weights.dequantised import Dequantised
+from tiny_models.quantised import quantise
+from tiny_models.random_checkpoints import HUB, make_checkpoint
+from tiny_models.random_families import FAMILIES as RANDOM_FAMILIES
+
+from .conftest import FAMILIES, Prompts, Traces, greedy_reference
+from .greedy_proof import check_greedy, make_requests
+from .paused_runs import load_from
+from .test_parity import generate
+from .test_ranks import ranks
+
+pytestmark = pytest.mark.engine
+
+PAGE = 8
+
+
+def as_floats(path: Path, target: Path) -> Path:
+    """Write the floats of a quantised checkpoint, as test_dequantised compares them with those of the form's makers."""
+    form, file = form_of_weights(str(path)), path / "model.safetensors"
+    assert form is not None
+    shutil.copytree(path, target)
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (target / "config.json").write_text(json.dumps(config))
+    tensors = Dequantised(form, torch.float32)([str(file)], load_file(file).items())
+    save_file({name: one.float().contiguous() for name, one in tensors}, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_gpt_oss_of_mxfp4_has_the_tokens_of_its_floats_on_one_rank_and_on_two(
+    tmp_path: Path, repo_root: Path, traces: Traces
+) -> None:
+    gpt_oss = next(family for family in RANDOM_FAMILIES if family.name == "gpt-oss")
+    plain = make_checkpoint(gpt_oss, HUB, tmp_path, repo_root / "test/models/tiny-qwen3-moe")
+    path = quantise(Path(plain), tmp_path / "quantised", "mxfp4")
+    requests, floats = make_requests(PAGE), str(as_floats(path, tmp_path / "floats"))
+    sizes: dict[str, Any] = {"dtype": "float32", "page_size": PAGE, "b_moe_prefill": 160, "b_moe_decode": 8}
+    for num_ranks in (1, 2):
+        engine = Engine(model_path=str(path), **sizes, **(ranks(2) if num_ranks == 2 else {}), **traces.new())
+        try:
+            made = engine.generate(input_ids=requests.input_ids, sampling_params=requests.sampling_params)
+            check_greedy(floats, requests, [one["output_ids"] for one in made])
+        finally:
+            engine.shutdown()
+
+
+def test_tokens_are_those_of_the_floats_of_each_checkpoint_that_is_loaded(
+    tmp_path: Path, model_path: Callable[[str], str], prompts: Prompts, started: Callable[..., Any]
+) -> None:
+    source = Path(model_path(FAMILIES[0]))
+    expected, paths = {}, {}
+    for form in ("fp8-blocks", "gptq-4-reordered"):
+        paths[form] = str(quantise(source, tmp_path / form, form))
+        floats = as_floats(Path(paths[form]), tmp_path / f"{form}-floats")
+        expected[form] = greedy_reference(str(floats), torch.float32, prompts).tokens
+    assert expected["fp8-blocks"] != expected["gptq-4-reordered"]
+    engine = started(model_path=paths["fp8-blocks"], dtype="float32", page_size=16)
+    assert generate(engine, prompts) == expected["fp8-blocks"]
+    # New weights are taken back to floats by what their own config says.
+    engine.loop.run_until_complete(load_from(engine, paths["gptq-4-reordered"]))
+    assert generate(engine, prompts) == expected["gptq-4-reordered"]
+    engine.loop.run_until_complete(load_from(engine, model_path(FAMILIES[0])))
+    assert generate(engine, prompts) == greedy_reference(str(source), torch.float32, prompts).tokens
+
+
+def test_quantised_weights_may_be_rounded_to_int8(
+    tmp_path: Path, model_path: Callable[[str], str], prompts: Prompts, started: Callable[..., Any]
+) -> None:
+    path = quantise(Path(model_path(FAMILIES[0])), tmp_path / "awq", "awq")
+    floats = as_floats(path, tmp_path / "floats")
+    settings = {"dtype": "bfloat16", "page_size": 16, "cpu_weight_dtype": "int8"}
+    quantised, plain = (started(model_path=str(one), **settings) for one in (path, floats))
+    assert generate(quantised, prompts) == generate(plain, prompts)
+
+
+def test_a_form_that_is_not_read_is_refused_before_anything_starts(
+    tmp_path: Path, model_path: Callable[[str], str]
+) -> None:
+    path = quantise(Path(model_path(FAMILIES[0])), tmp_path / "awq", "awq")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["version"] = "gemv"
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"quantised by awq laid out for another kernel.*version 'gemv'"):
+        Engine(model_path=str(path))
+    with pytest.raises(ConfigError, match=r"quantization is 'fp8'.*--cpu-weight-dtype int8"):
+        Engine(model_path=model_path(FAMILIES[0]), quantization="fp8")

@@ -1,0 +1,145 @@
+"""Quantised matrices are found by the headers of their tensors, and refused where these do not belong together."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_batch.checkpoint.files import StoredTensor
+from sgl_batch.checkpoint.quantised import QuantisedTensors, find_quantised
+from sgl_batch.core.quantised_form import QuantisedForm, QuantisedFormError, quantised_form
+from sgl_batch.errors import ConfigError
+
+FILE = Path("model.safetensors")
+BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
+
+
+def stored(**tensors: tuple[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
+    """Return headers, by name with dots for double underscores."""
+    return {
+        name.replace("__", "."): StoredTensor(FILE, dtype, shape, 0, BYTES[dtype] * prod(shape))
+        for name, (dtype, shape) in tensors.items()
+    }
+
+
+def compressed(layout: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+
+
+def found(asked: dict[str, Any], **tensors: tuple[str, tuple[int, ...]]) -> QuantisedTensors:
+    return find_quantised(stored(**tensors), quantised_form(asked))
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
+MXFP4 = {"quant_method": "mxfp4"}
+INT4 = compressed(num_bits=4, type="int", strategy="group", group_size=32)
+
+
+@pytest.mark.parametrize(
+    ("asked", "tensors", "shape"),
+    [
+        (FP8, {"a__weight": ("F8_E4M3", (200, 300)), "a__weight_scale_inv": ("F32", (2, 3))}, (200, 300)),
+        (FP8, {"a__weight": ("F8_E4M3", (200, 300)), "a__weight_scale": ("F32", ())}, (200, 300)),
+        (
+            GPTQ,
+            {"a__qweight": ("I32", (16, 96)), "a__qzeros": ("I32", (4, 12)), "a__scales": ("F16", (4, 96))},
+            (96, 128),
+        ),
+        (
+            AWQ,
+            {"a__qweight": ("I32", (128, 12)), "a__qzeros": ("I32", (4, 12)), "a__scales": ("F16", (4, 96))},
+            (96, 128),
+        ),
+        (INT4, {"a__weight_packed": ("I32", (96, 16)), "a__weight_scale": ("BF16", (96, 4))}, (96, 128)),
+    ],
+    ids=["fp8 blocks", "fp8", "gptq", "awq", "packed"],
+)
+def test_a_matrix_has_the_shape_of_its_floats(
+    asked: dict[str, Any], tensors: dict[str, Any], shape: tuple[int, int]
+) -> None:
+    headers = stored(**tensors, b__weight=("BF16", (7, 5)), a__input_scale=("F32", ()))
+    quantised = find_quantised(headers, quantised_form(asked))
+    assert quantised.matrices["a.weight"].shape == shape
+    assert quantised.unused == {"a.input_scale"}
+    plain = quantised.as_floats(headers)
+    assert plain.keys() == {"a.weight", "b.weight"}
+    assert plain["a.weight"] == StoredTensor(FILE, "BF16", shape, 0, 2 * prod(shape))
+    assert plain["b.weight"] is headers["b.weight"]
+
+
+def test_mxfp4_experts_are_one_tensor_whose_inputs_come_first() -> None:
+    tensors = {"e__down_proj_blocks": ("U8", (8, 96, 4, 16)), "e__down_proj_scales": ("U8", (8, 96, 4))}
+    quantised = found(MXFP4, **tensors, e__down_proj_bias=("BF16", (8, 96)))
+    assert quantised.matrices["e.down_proj"].shape == (8, 128, 96)
+    assert quantised.matrix_of() == {
+        "e.down_proj_blocks": ("e.down_proj", "_blocks"),
+        "e.down_proj_scales": ("e.down_proj", "_scales"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "tensors", "message"),
+    [
+        (GPTQ, {"a__qweight": ("I32", (16, 96))}, "has a.qweight, quantised by gptq, and no a.scales"),
+        (GPTQ, {"a__scales": ("F16", (4, 96))}, "1 tensors of quantised matrices that are not complete: a.scales"),
+        (
+            GPTQ,
+            {"a__qweight": ("I32", (16, 96)), "a__qzeros": ("I32", (4, 12)), "a__scales": ("F16", (5, 96))},
+            r"of a in model.safetensors do not belong together \(qweight I32\[16, 96\], scales F16\[5, 96\]",
+        ),
+        (FP8, {"a__weight": ("F8_E4M3", (200, 300))}, "a matrix of 8 bits has one tensor of scales, and 0 are there"),
+        (
+            FP8,
+            {"a__weight": ("F8_E4M3", (200, 300)), "a__weight_scale_inv": ("F32", (2, 2))},
+            r"scales are one, 200 of rows, or of blocks of \(128, 128\)",
+        ),
+        (
+            MXFP4,
+            {"e__down_proj_blocks": ("U8", (8, 96, 4, 16)), "e__down_proj_scales": ("U8", (8, 96, 3))},
+            "with a scale of a byte each",
+        ),
+        (INT4, {"a__weight_packed": ("I32", (96, 16)), "a__weight_scale": ("BF16", (96, 5))}, "words are"),
+    ],
+)
+def test_tensors_that_do_not_make_a_matrix_are_named(
+    asked: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        found(asked, **tensors)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes, which is none of awq, compressed-tensors, fp8, gptq, mxfp4"),
+        ({}, "unknown, which is none of"),
+        ({**GPTQ, "bits": 3}, r"gptq of 3 bits, which is none of \(2, 4, 8\)"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "laid out for one GPU kernel"),
+        ({**AWQ, "version": "gemv"}, "version 'gemv', and 'gemm' is read"),
+        ({**AWQ, "bits": 8}, "awq of 8 bits, and 4 are read"),
+        ({**FP8, "weight_block_size": 128}, "fp8, whose fields in config.json cannot be read"),
+        (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "of the format 'nvfp4-pack-quantized'"),
+        ({**INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "of sparse weights"),
+        ({**INT4, "transform_config": {"config_groups": {"u": {}}}}, "weights that are rotated"),
+        ({**INT4, "config_groups": [1]}, "whose fields in config.json cannot be read"),
+    ],
+)
+def test_forms_that_are_not_taken_back_to_floats_are_refused(asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(QuantisedFormError, match=why):
+        quantised_form(asked)
+
+
+def test_a_form_has_what_the_tensors_do_not_say() -> None:
+    assert quantised_form(FP8) == QuantisedForm(method="fp8", block=(128, 128))
+    assert quantised_form(GPTQ).zero_lack == 1
+    assert quantised_form({**GPTQ, "checkpoint_format": "gptq_v2"}).zero_lack == 0
+    assert quantised_form(INT4).integers == ((4, 32),)
+    assert quantised_form(compressed(num_bits=8, type="int", strategy="channel")).integers == ((8, None),)
+    blocks = compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 128])
+    assert quantised_form(blocks).block == (64, 128)
