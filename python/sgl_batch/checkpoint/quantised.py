@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
+from typing import NoReturn
 
 from sgl_batch.checkpoint.files import StoredTensor, few
 from sgl_batch.core.quantised_form import QuantisedForm
@@ -160,7 +161,7 @@ def _mxfp4(begin: str, parts: _Parts, _: QuantisedForm) -> _Shape:
     in_bytes = MXFP4_BLOCK // _MXFP4_PER_BYTE
     if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, in_bytes) or {blocks.dtype, scales.dtype} != {"U8"}:
         _fail(begin, parts, f"blocks are bytes [experts, outputs, blocks, {in_bytes}], with a scale of a byte each")
-    experts, outputs, count, _ = blocks.shape
+    experts, outputs, count = scales.shape
     return (experts, count * MXFP4_BLOCK, outputs), 0
 
 
@@ -200,12 +201,11 @@ def _awq(begin: str, parts: _Parts, _: QuantisedForm) -> _Shape:
 def _packed(begin: str, parts: _Parts, form: QuantisedForm) -> _Shape:
     words, scales = parts[".weight_packed"].shape, parts[".weight_scale"].shape
     if len(words) == 2 and len(scales) == 2 and scales[0] == words[0]:
-        for bits, size in form.integers:
-            inputs = scales[1] * size if size is not None else words[1] * WORD_BITS // bits
-            if words[1] == -(-inputs // (WORD_BITS // bits)) and (size is not None or scales[1] == 1):
+        for bits, per_scale in form.integers:
+            inputs = scales[1] * per_scale if per_scale is not None else words[1] * WORD_BITS // bits
+            if words[1] == -(-inputs // (WORD_BITS // bits)) and (per_scale is not None or scales[1] == 1):
                 return (words[0], inputs), bits
     _fail(begin, parts, f"words are [outputs, inputs / n], scales [outputs, groups]; config.json has {form.integers}")
-    raise AssertionError
 
 
 _SHAPES = {
@@ -217,7 +217,7 @@ _SHAPES = {
 }
 
 
-def _fail(begin: str, parts: _Parts, needed: str) -> None:
+def _fail(begin: str, parts: _Parts, needed: str) -> NoReturn:
     shapes = ", ".join(f"{end.lstrip('._')} {one.dtype}{list(one.shape)}" for end, one in parts.items())
     file = next(iter(parts.values())).file
     raise ConfigError(
