@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sgl_batch import Engine
+from sgl_batch.checkpoint.files import read_header
 from sgl_batch.checkpoint.model_directory import form_of_weights
+from sgl_batch.checkpoint.quantised import find_quantised
+from sgl_batch.cli.models.check_command import check_command
 from sgl_batch.errors import ConfigError
 from sgl_batch.weights.dequantised import Dequantised
 from tiny_models.quantised import quantise
@@ -42,6 +46,11 @@ def as_floats(path: Path, target: Path) -> Path:
     tensors = Dequantised(form, torch.float32)([str(file)], load_file(file).items())
     save_file({name: one.float().contiguous() for name, one in tensors}, target / "model.safetensors", {"format": "pt"})
     return target
+
+
+def weight_bytes(engine: Any) -> int:
+    held: int = engine.batch_stats()["memory"]["weight_bytes"]
+    return held
 
 
 def test_gpt_oss_of_mxfp4_has_the_tokens_of_its_floats_on_one_rank_and_on_two(
@@ -78,6 +87,53 @@ def test_tokens_are_those_of_the_floats_of_each_checkpoint_that_is_loaded(
     assert generate(engine, prompts) == expected["gptq-4-reordered"]
     engine.loop.run_until_complete(load_from(engine, model_path(FAMILIES[0])))
     assert generate(engine, prompts) == greedy_reference(str(source), torch.float32, prompts).tokens
+
+
+def test_gpt_oss_in_bfloat16_keeps_its_experts_in_4_bits_without_loss(
+    tmp_path: Path, repo_root: Path, started: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt_oss = next(family for family in RANDOM_FAMILIES if family.name == "gpt-oss")
+    plain = make_checkpoint(gpt_oss, HUB, tmp_path, repo_root / "test/models/tiny-qwen3-moe")
+    path = quantise(Path(plain), tmp_path / "quantised", "mxfp4")
+    requests = make_requests(PAGE)
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "page_size": PAGE, "b_moe_prefill": 160, "b_moe_decode": 8}
+
+    def answers(engine: Any) -> list[list[int]]:
+        made = engine.generate(input_ids=requests.input_ids, sampling_params=requests.sampling_params)
+        return [one["output_ids"] for one in made]
+
+    in_fp4 = started(model_path=str(path), **sizes)
+    wide = started(model_path=str(path), cpu_weight_dtype="model", **sizes)
+    expected = answers(wide)
+    assert answers(in_fp4) == expected
+    form = form_of_weights(str(path))
+    assert form is not None
+    matrices = find_quantised(read_header(path / "model.safetensors"), form).matrices.values()
+    numbers = sum(math.prod(one.shape) for one in matrices)
+    saved = numbers * 2 - numbers // 32 * 17
+    assert weight_bytes(wide) - weight_bytes(in_fp4) == saved
+    said = []
+    for weights in ("auto", "model"):
+        asked = [
+            "--model",
+            str(path),
+            "--dtype",
+            "bfloat16",
+            "--device",
+            "cpu",
+            "--cpu-weight-dtype",
+            weights,
+            "--json",
+        ]
+        capsys.readouterr()
+        assert check_command(asked) == 0
+        said.append(json.loads(capsys.readouterr().out)["weight_bytes"])
+    assert said[1] - said[0] == saved, "`sgl-batch check` knows it before"
+    # Other weights of the same model have no such form; those that have it come back to it.
+    in_fp4.loop.run_until_complete(load_from(in_fp4, plain))
+    assert answers(in_fp4) != expected
+    in_fp4.loop.run_until_complete(load_from(in_fp4, path))
+    assert answers(in_fp4) == expected
 
 
 def test_quantised_weights_may_be_rounded_to_int8(

@@ -93,6 +93,15 @@ class QuantisedTensors:
         """Return by the name of each stored part its matrix's name and the end of its own."""
         return {one.begin + end: (name, end) for name, one in self.matrices.items() for end in one.parts}
 
+    @property
+    def fours(self) -> frozenset[str]:
+        """Names of the matrices whose numbers the CPU's kernels also take in 4 bits: of whole blocks and panels."""
+        return frozenset(
+            name
+            for name, one in self.matrices.items()
+            if one.kind is Kind.MXFP4 and all(size % MXFP4_BLOCK == 0 for size in one.shape[1:])
+        )
+
     def as_floats(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the tensors of a checkpoint with its matrices as they are in bfloat16. Their bytes are in no file."""
         parts = self.matrix_of()

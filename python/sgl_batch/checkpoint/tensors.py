@@ -14,7 +14,7 @@ from sgl_batch.checkpoint.quantised import find_quantised
 from sgl_batch.errors import ConfigError
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
-_BIAS_BYTES = 4
+_BIAS_BYTES, _BF16_BYTES = 4, 2
 _EXPERT = re.compile(r"\.experts\.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCALE = re.compile(r"scale|zeros|zero_point|g_idx")
@@ -22,10 +22,11 @@ _SCALE = re.compile(r"scale|zeros|zero_point|g_idx")
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """One tensor of a checkpoint."""
+    """One tensor of a checkpoint. `in_fp4`: whether bfloat16 numbers of it are kept in 4 bits, see `fp4_bytes`."""
 
     name: str
     stored: StoredTensor
+    in_fp4: bool = False
 
     @property
     def count(self) -> int:
@@ -69,24 +70,37 @@ class ModelTensor:
         """Return its bytes in memory, where a float takes `float_bytes`. Biases of experts are float32."""
         if self.is_expert_bias:
             return self.count * _BIAS_BYTES
+        if self.in_fp4 and float_bytes == _BF16_BYTES:
+            return fp4_bytes(self.count)
         return self.count * float_bytes if self.is_float else self.stored.num_bytes
 
 
-def tensors_of(directory: Path, num_layers: int, *, on_cpu: bool) -> list[ModelTensor]:
-    """Return the tensors that an engine loads of a model of `num_layers` layers. A CPU has quantised ones as floats.
+def fp4_bytes(count: int) -> int:
+    """Return the bytes of so many numbers of mxfp4: 4 bits each, and a byte for 32."""
+    return count // 2 + count // 32
+
+
+def tensors_of(directory: Path, num_layers: int, *, cpu_weights: str | None) -> list[ModelTensor]:
+    """Return the tensors that an engine loads of a model of `num_layers` layers.
+
+    `cpu_weights`: the number type of weights as --cpu-weight-dtype has it; None where a GPU computes. A CPU has the
+    matrices of quantised checkpoints as floats.
 
     Raises ConfigError where there are no headers.
     """
     stored = read_tensors(directory)
-    form = form_of_weights(str(directory)) if on_cpu else None
+    form = form_of_weights(str(directory)) if cpu_weights is not None else None
+    fours: frozenset[str] = frozenset()
     if form is not None:
-        stored = find_quantised(stored, form).as_floats(stored)
+        quantised = find_quantised(stored, form)
+        stored = quantised.as_floats(stored)
+        fours = quantised.fours if cpu_weights == "auto" else fours
     if not stored:
         raise ConfigError(
             f"{directory} has no *.safetensors, whose headers give the size of a model; convert the weights, or "
             "fetch the model's safetensors"
         )
-    tensors = [ModelTensor(name, one) for name, one in stored.items()]
+    tensors = [ModelTensor(name, one, name in fours) for name, one in stored.items()]
     return [tensor for tensor in tensors if _is_loaded(tensor.name, num_layers)]
 
 

@@ -6,9 +6,10 @@ of a product (`split`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from types import ModuleType
 
@@ -17,34 +18,45 @@ import torch
 from sgl_batch.distributed.shared_arena import SharedArena
 from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.column_split import ColumnSplit, PassSplit
-from sgl_batch.layers.int8_weights import from_int8, int8_room, new_tensor
 from sgl_batch.layers.moe import cpu_experts
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
+from sgl_batch.layers.small_weights import fp4_room, from_int8, int8_room, new_tensor
 
 PANEL = 32
 """Columns of a panel of a packed weight; the last panel has the remaining ones (sgl-kernel/csrc/cpu/gemm.h)."""
+
+
+class _Form(Enum):
+    """What becomes of a weight's numbers. FP4 and CODED are exact, for weights that have such a form."""
+
+    PLAIN, INT8, CODED, FP4 = "plain", "int8", "coded", "fp4"
 
 
 @dataclass(slots=True, kw_only=True)
 class _Packed:
     """A weight whose data are packed, as matrices [B, N, K] of `shape`; int8 matrices have `scales` [B, N].
 
-    Matrices of coded panels have `marks` [B, panels].
+    Matrices of coded panels have `marks` [B, panels]. `group`: the weights that are packed in one form, this one among
+    them.
     """
 
     weight: torch.Tensor
     shape: tuple[int, int, int]
     dtype: torch.dtype
+    form: _Form
+    group: list[_Packed]
     scales: torch.Tensor | None = None
     marks: torch.Tensor | None = None
     in_quads: bool = False
     """Whether int8 matrices are packed to meet int8 rows."""
+    in_fp4: bool = False
+    """Whether the matrices are numbers of 4 bits, of which `weight` holds the bytes."""
     reordered: bool = False
     """Whether the rows of each expert's gate and up alternate in the plain order."""
 
     @property
     def matrices(self) -> torch.Tensor:
-        return self.weight.data.view(self.shape)
+        return self.weight.data.view(*self.shape[:2], -1)
 
 
 class PackedWeights:
@@ -54,16 +66,23 @@ class PackedWeights:
     operators compute everything. `int8`: round weights to int8, which halves or quarters their memory, except weights
     that are added as `exact`. A rounded tensor changes its number type. `int8_rows`: also round the rows that meet
     rounded weights, so that products are of int8 with int8. `coded`: code experts' weights of bf16, of which
-    products then read 12 bits each, without loss.
+    products then read 12 bits each, without loss. `fp4`: keep experts' weights of bf16 whose numbers are all those of
+    mxfp4 in 4 bits and an eighth, without loss; their tensors then hold bytes.
     """
 
     def __init__(
-        self, kernels: ModuleType | None, *, int8: bool = False, int8_rows: bool = False, coded: bool = False
+        self,
+        kernels: ModuleType | None,
+        *,
+        int8: bool = False,
+        int8_rows: bool = False,
+        coded: bool = False,
+        fp4: bool = False,
     ) -> None:
         assert int8 or not int8_rows, "int8 rows meet int8 weights"
-        assert not (int8 and coded), "int8 weights have no codes"
+        assert not (int8 and (coded or fp4)), "int8 weights have no codes"
         self._kernels = kernels
-        self._int8, self._int8_rows, self._coded = int8, int8_rows, coded
+        self._int8, self._int8_rows, self._coded, self._fp4 = int8, int8_rows, coded, fp4
         self._packed: dict[int, _Packed] = {}
         self._arena: SharedArena | None = None
         self.split = PassSplit()
@@ -91,8 +110,8 @@ class PackedWeights:
         hidden, inter = w2.shape[-2:]
         reordered = w13 if clamped else None
         # A single expert is an MLP, which has all rows of a pass.
-        coded = self._coded and w13.dim() == 3
-        return self._pack([(w13, (-1, inter, hidden)), (w2, (-1, hidden, inter))], reordered=reordered, coded=coded)
+        many = w13.dim() == 3
+        return self._pack([(w13, (-1, inter, hidden)), (w2, (-1, hidden, inter))], reordered=reordered, experts=many)
 
     def add_by_head(self, weight_HNK: torch.Tensor) -> bool:
         """Pack a weight [out, in] for each head; return False likewise. These weights are never rounded."""
@@ -104,28 +123,70 @@ class PackedWeights:
         *,
         exact: bool = False,
         reordered: torch.Tensor | None = None,
-        coded: bool = False,
+        experts: bool = False,
     ) -> bool:
         if self._kernels is None or not all(_packable(weight) for weight, _ in weights):
             return False
+        group: list[_Packed] = []
         for weight, shape in weights:
             assert weight not in self, "a weight is packed once"
             batches, outputs, inputs = weight.data.view(shape).shape
-            packed = _Packed(
-                weight=weight, shape=(batches, outputs, inputs), dtype=weight.dtype, reordered=weight is reordered
+            is_bf16 = experts and weight.dtype == torch.bfloat16
+            form = _Form.PLAIN
+            if self._int8 and not exact and (self._int8_rows or inputs % 2 == 0):
+                form = _Form.INT8
+            elif is_bf16 and self._fp4 and outputs % PANEL == inputs % PANEL == 0:
+                form = _Form.FP4
+            elif is_bf16 and self._coded:
+                form = _Form.CODED
+            group.append(
+                _Packed(
+                    weight=weight,
+                    shape=(batches, outputs, inputs),
+                    dtype=weight.dtype,
+                    form=form,
+                    group=group,
+                    reordered=weight is reordered,
+                )
             )
-            rounds = self._int8 and not exact and (self._int8_rows or inputs % 2 == 0)
-            self._put(packed, int8=rounds, coded=coded and weight.dtype == torch.bfloat16)
+        self._put(group)
         return True
 
-    def _put(self, packed: _Packed, *, int8: bool, coded: bool) -> None:
+    def _put(self, group: list[_Packed]) -> None:
+        for packed in group:
+            if packed.reordered:
+                _reorder(packed.weight.data, in_halves)
+        for packed, bytes_BNK in zip(group, self._in_fp4(group), strict=True):
+            if bytes_BNK is None:
+                self._put_alone(packed)
+            else:
+                packed.weight.data, packed.in_fp4 = bytes_BNK.view(*packed.weight.shape[:-1], -1), True
+            self._packed[packed.weight.data_ptr()] = packed
+
+    def _in_fp4(self, group: list[_Packed]) -> Sequence[torch.Tensor | None]:
+        """Return the bytes of the weights of a group; None for each if not all of them have that form."""
+        assert self._kernels is not None, "without kernels nothing is packed"
+        none = [None] * len(group)
+        if any(packed.form is not _Form.FP4 for packed in group):
+            return none
+        made = []
+        for packed in group:
+            panel = packed.matrices[:1, :PANEL]  # most weights of other numbers differ there
+            if not self._kernels.pack_fp4_(panel, fp4_room(panel.shape)):
+                return none
+            made.append(fp4_room(packed.matrices.shape))
+            if not self._kernels.pack_fp4_(packed.matrices, made[-1]):
+                return none
+        return made
+
+    def _put_alone(self, packed: _Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         arena = self._arena if self._arena is not None and packed.weight in self._arena else None
+        # What has no numbers of 4 bits has codes, where they are wanted.
+        coded = packed.form is _Form.CODED or (packed.form is _Form.FP4 and self._coded)
         assert arena is None or not coded, "each rank codes its own experts"
         is_ours = arena is None or arena.takes(packed.weight.nbytes)
-        if packed.reordered:
-            _reorder(packed.weight.data, in_halves)
-        if int8:
+        if packed.form is _Form.INT8:
             exact = packed.matrices
             rounded, packed.scales = int8_room(exact.shape, new_tensor if arena is None else arena.empty)
             if is_ours:
@@ -139,19 +200,28 @@ class PackedWeights:
         elif is_ours:
             pack = self._kernels.pack_quads_ if packed.in_quads else self._kernels.pack_
             pack(packed.matrices)
-        self._packed[packed.weight.data_ptr()] = packed
 
     def _take(self, packed: _Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         del self._packed[packed.weight.data_ptr()]
+        if packed.in_fp4:
+            plain = self._kernels.unpack_fp4(packed.matrices)
+            packed.weight.data, packed.in_fp4 = plain.view(*packed.weight.shape[:-1], -1), False
+        else:
+            self._take_alone(packed)
+        if packed.reordered:
+            _reorder(packed.weight.data, alternating)
+
+    def _take_alone(self, packed: _Packed) -> None:
+        assert self._kernels is not None, "without kernels nothing is packed"
         if packed.marks is not None:
             self._kernels.uncode_(packed.matrices, packed.marks)
+            packed.marks = None
         unpack = self._kernels.unpack_quads_ if packed.in_quads else self._kernels.unpack_
         unpack(packed.matrices)
         if packed.scales is not None:
             packed.weight.data = from_int8(packed.matrices, packed.scales, packed.dtype).view(packed.weight.shape)
-        if packed.reordered:
-            _reorder(packed.weight.data, alternating)
+            packed.scales = None
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -176,7 +246,8 @@ class PackedWeights:
             yield
         finally:
             for packed in everything:
-                self._put(packed, int8=packed.scales is not None, coded=packed.marks is not None)
+                if packed is packed.group[0]:
+                    self._put(packed.group)
             self.version += 1
 
     def matrices_of(self, experts: torch.Tensor) -> torch.Tensor:
@@ -187,7 +258,12 @@ class PackedWeights:
     def is_plain_number(self, experts: torch.Tensor) -> bool:
         """Return whether packed weights of experts are neither rounded nor coded nor those of clamped ones."""
         packed = self._packed[experts.data_ptr()]
-        return packed.scales is None and packed.marks is None and not packed.reordered
+        return packed.scales is None and packed.marks is None and not packed.in_fp4 and not packed.reordered
+
+    @property
+    def has_fp4(self) -> bool:
+        """Whether any weight is kept in 4 bits."""
+        return any(packed.in_fp4 for packed in self._packed.values())
 
     @property
     def has_codes(self) -> bool:

@@ -118,8 +118,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
     @property
     def forward_text(self) -> str:
         """The forward pass that computes this model's groups, as text."""
-        named: str = self.model_config.hf_config.architectures[0]
-        return forward_text(named, has_adapter=self.layer_runner is not None)
+        return forward_text(self.model_config.hf_config.architectures[0], has_adapter=self.layer_runner is not None)
 
     def init_torch_distributed(self) -> None:
         with on_this_machine(self.context.world_store):
@@ -148,8 +147,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                     super().load_model()
                 held = 0 if rank_context is None else rank_context.expert_shard
                 self._operators.stream(self.model, files, memory, expert_shard=held)
-        int8 = self.context.config.forward.cpu_weight_dtype == "int8"
-        self.weight_bytes = resident_weight_bytes(self.model, int8=int8)
+        if operators is not None and resident:
+            operators.adopt_experts(self.model)  # whose other forms then count
+        self.weight_bytes = resident_weight_bytes(self.model, int8=operators is not None and operators.rounds_to_int8)
         self.context.start_log.end("model made, weights read", num_bytes=self.weight_bytes)
         forget_peak()
         if self.device == "cpu" and resident:  # streamed weights take what is free

@@ -40,7 +40,7 @@ class PlannedModel:
     @cached_property
     def files(self) -> Model:
         """The sizes of its tensors. Raises ConfigError where its weights have no headers."""
-        tensors = tensors_of(self.directory, self.layers.num_layers, on_cpu=True)
+        tensors = tensors_of(self.directory, self.layers.num_layers, cpu_weights=self.weight_dtype)
         return Model(config=self.text, tensors=tensors, dtype=self.dtype)
 
 

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -12,6 +13,7 @@
 #include "attention.h"
 #include "coded.h"
 #include "experts.h"
+#include "fp4.h"
 #include "gated.h"
 #include "linear.h"
 #include "norm_rope.h"
@@ -108,6 +110,40 @@ void uncode(at::Tensor weight, const at::Tensor& marks) {
   });
 }
 
+// [B, N, K] of bf16 beside the bytes of its fp4. Calls each(plain panel, packed panel, k).
+template <typename Each>
+void each_fp4_panel(const at::Tensor& plain, const at::Tensor& packed, const Each& each) {
+  check(plain, 3, "weight");
+  check(packed, 3, "packed");
+  const int64_t n = plain.size(1), k = plain.size(2), panels = n / kPanel;
+  TORCH_CHECK(plain.scalar_type() == at::kBFloat16 && fp4_takes(n, k), "weight is ", plain.scalar_type(), plain.sizes(),
+              "; fp4 takes bfloat16 of multiples of ", kPanel, " outputs and ", kFp4BlockK, " inputs");
+  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.size(0) == plain.size(0) && packed.size(1) == n &&
+                  packed.size(2) == packed_bytes(DType::kFp4, k),
+              "packed is ", packed.scalar_type(), packed.sizes(), "; use uint8 [", plain.size(0), ", ", n, ", ",
+              packed_bytes(DType::kFp4, k), "]");
+  auto* numbers = static_cast<uint16_t*>(plain.data_ptr());
+  auto* bytes = packed.data_ptr<uint8_t>();
+  run_tasks(plain.size(0) * panels, [&](int64_t panel, int) {
+    each(numbers + panel * kPanel * k, bytes + packed_bytes(DType::kFp4, panel * kPanel * k), k);
+  });
+}
+
+bool pack_fp4(const at::Tensor& weight, at::Tensor packed) {
+  std::atomic<bool> fits = true;
+  each_fp4_panel(weight, packed, [&fits](const uint16_t* plain, uint8_t* panel, int64_t k) {
+    if (fits.load(std::memory_order_relaxed) && !pack_fp4_panel(plain, k, panel)) fits.store(false, std::memory_order_relaxed);
+  });
+  return fits;
+}
+
+at::Tensor unpack_fp4(const at::Tensor& packed) {
+  check(packed, 3, "packed");
+  auto plain = at::empty({packed.size(0), packed.size(1), inputs_of(packed, packed.size(2))}, packed.options().dtype(at::kBFloat16));
+  each_fp4_panel(plain, packed, [](uint16_t* numbers, const uint8_t* panel, int64_t k) { unpack_fp4_panel(panel, k, numbers); });
+  return plain;
+}
+
 const int32_t* slots_in(const std::optional<at::Tensor>& slots, int64_t num_slots) {
   if (!slots.has_value()) return nullptr;
   check(*slots, 1, "slots");
@@ -130,14 +166,16 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
   check(w13, 3, "w13");
   check(w2, 3, "w2");
-  const int64_t tokens = x.size(0), hidden = x.size(1), num_slots = w13.size(0), inter = w2.size(2);
-  TORCH_CHECK(w13.size(1) == 2 * inter && w13.size(2) == hidden, "w13 is ", w13.sizes(), ", not [", num_slots, ", ",
+  const int64_t tokens = x.size(0), hidden = x.size(1), num_slots = w13.size(0), inter = inputs_of(w2, w2.size(2));
+  TORCH_CHECK(w13.size(1) == 2 * inter && inputs_of(w13, w13.size(2)) == hidden, "w13 is ", w13.sizes(), ", not [", num_slots, ", ",
               2 * inter, ", ", hidden, "]");
   TORCH_CHECK(w2.size(0) == num_slots && w2.size(1) == hidden, "w2 is ", w2.sizes(), ", not [", num_slots, ", ", hidden,
               ", ", inter, "]");
   const int32_t* slot_of = slots_in(slots, num_slots);
   const int64_t num_experts = slots.has_value() ? slots->size(0) : num_slots;
   TORCH_CHECK(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
+  TORCH_CHECK(w13.scalar_type() != at::kByte || (fp4_takes(inter, hidden) && fp4_takes(hidden, inter)), "w13 is fp4 for ", hidden,
+              " inputs and ", inter, " between; use multiples of ", kFp4BlockK);
   check_choices(topk_weights, topk_ids, tokens);
   TORCH_CHECK(alpha.has_value() == limit.has_value(), "alpha and limit are given together");
   const float* bias13 = floats_in(w13_bias, num_experts * 2 * inter, "w13_bias");
@@ -145,7 +183,7 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
   auto rows_per_expert = at::zeros({num_experts}, x.options().dtype(at::kLong));
   const ExpertsCall call{tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"),
-                         w13.data_ptr(), w2.data_ptr(), weight_dtype_of(w13, "w13"),
+                         w13.data_ptr(), w2.data_ptr(), expert_dtype_of(w13, "w13"),
                          scales_of(w13, w13_scales, num_slots * 2 * inter, "w13"),
                          scales_of(w2, w2_scales, num_slots * hidden, "w2"), topk_weights.data_ptr<float>(),
                          topk_ids.data_ptr<int32_t>(), out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(),
@@ -374,6 +412,8 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("pack_(Tensor(a!) weight) -> ()");
   library.def("unpack_(Tensor(a!) weight) -> ()");
   library.def("round_to_int8_(Tensor weight, Tensor(a!) rounded, Tensor(b!) scales) -> ()");
+  library.def("pack_fp4_(Tensor weight, Tensor(a!) packed) -> bool");
+  library.def("unpack_fp4(Tensor packed) -> Tensor");
   library.def("pack_coded_(Tensor(a!) weight) -> Tensor");
   library.def("uncode_(Tensor(a!) weight, Tensor marks) -> ()");
   library.def(
@@ -400,6 +440,8 @@ TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("pack_", sgl_batch::pack);
   library.impl("unpack_", sgl_batch::unpack);
   library.impl("round_to_int8_", sgl_batch::round_to_int8);
+  library.impl("pack_fp4_", sgl_batch::pack_fp4);
+  library.impl("unpack_fp4", sgl_batch::unpack_fp4);
   library.impl("pack_coded_", sgl_batch::pack_coded);
   library.impl("uncode_", sgl_batch::uncode);
   library.impl("experts", sgl_batch::experts);

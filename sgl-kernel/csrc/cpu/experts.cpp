@@ -20,7 +20,7 @@ class Experts {
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.w_dtype)),
         tile_(isa_.tile(call.w_dtype)),
-        block_rows_(rows_per_block(tile_.cut, 2 * call.hidden, call.w13_marks != nullptr)),
+        block_rows_(rows_per_block(tile_.cut, 2 * call.hidden, call.w13_marks != nullptr || call.w_dtype == DType::kFp4)),
         plan_(call, cut()),
         rows_(plan_.routing().rows.data()) {
     for (const Block& block : plan_.blocks())
@@ -103,7 +103,7 @@ class Experts {
   }
   PackedWeight w2(int64_t expert) const { return part(c_.w2, c_.w2_scales, c_.w2_marks, slot(expert), c_.hidden, c_.inter); }
   PackedWeight part(const void* base, const float* scales, const uint8_t* marks, int64_t index, int64_t n, int64_t k) const {
-    const char* data = static_cast<const char*>(base) + static_cast<size_t>(index * n * k) * size_of(c_.w_dtype);
+    const char* data = static_cast<const char*>(base) + packed_bytes(c_.w_dtype, index * n * k);
     return {data, c_.w_dtype, scales == nullptr ? nullptr : scales + index * n, n, k,
             marks == nullptr ? nullptr : marks + index * divide_up(n, kPanel)};
   }

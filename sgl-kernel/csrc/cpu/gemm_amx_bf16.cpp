@@ -8,6 +8,7 @@
 
 #include "amx_panels.h"
 #include "coded.h"
+#include "fp4.h"
 
 namespace sgl_batch {
 namespace {
@@ -62,6 +63,23 @@ struct PanelCoded {
   const char* panel;
   uint32_t base;
   const Uncoded* other;  // the next number without a code
+};
+
+// Likewise. K is whole blocks, each of which the powers of two of one block of fp4 belong to.
+struct PanelFp4 {
+  static constexpr int64_t kBytes = 2 * 2 * kPanel / kFp4WordK;
+  static_assert(kSteps * 2 == kFp4BlockK);
+  explicit PanelFp4(const Tile& tile) : powers(static_cast<const uint8_t*>(tile.panel)), words(powers + fp4_power_bytes(tile.k)) {}
+  const char* block(const char*, char* copied) {
+    kAvx512Bf16.decode_fp4(powers, words, 1, reinterpret_cast<uint16_t*>(copied));
+    powers += kPanel;
+    words += kSteps * kBytes;
+    return copied;
+  }
+  void copy(const char*, int64_t, char*) {}  // k leaves no rest
+
+  const uint8_t* powers;
+  const uint8_t* words;
 };
 
 inline int64_t block_bytes(const Tile& tile) { return tile.a_block == 0 ? kTileRowBytes : tile.a_block; }
@@ -156,6 +174,7 @@ constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_half = run<PanelBf16, Width::kHalf>,
                                         .run_two = run_two,
                                         .run_coded = run<PanelCoded>,
+                                        .run_fp4 = run<PanelFp4>,
                                         .run_kept = nullptr,
                                         .run_kept_half = nullptr,
                                         .cut = kCut,

@@ -8,6 +8,7 @@
 
 #include "clones.h"
 #include "coded.h"
+#include "fp4.h"
 #include "rows.h"
 
 namespace sgl_batch {
@@ -183,6 +184,12 @@ ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64
     if (tile.run_coded != nullptr && !tile.cut.cuts_k(tiles))
       return {panel(index), tile.run_coded, 0, marks[index] - 1u, keeps ? spare : nullptr, tile.run_kept, kept};
     decode_panel(isa, panel(index), k, marks[index], spare);
+    return {spare, tile.run, wide};
+  }
+  if (dtype == DType::kFp4) {
+    if (tile.run_fp4 != nullptr && !tile.cut.cuts_k(tiles))
+      return {panel(index), tile.run_fp4, 0, 0, keeps ? spare : nullptr, tile.run_kept, kept};
+    decode_fp4_panel(isa, panel(index), k, spare);
     return {spare, tile.run, wide};
   }
   if (dtype == DType::kF32) return {ready_part(index, spare, 0, k), tile.run, wide};

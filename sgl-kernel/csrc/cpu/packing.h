@@ -51,7 +51,7 @@ struct PackedWeight {
   const uint8_t* marks = nullptr;
 
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
-  int64_t panel_bytes() const { return static_cast<int64_t>(size_of(dtype)) * kPanel * k; }
+  int64_t panel_bytes() const { return packed_bytes(dtype, kPanel * k); }
   const char* panel(int64_t index) const { return static_cast<const char*>(data) + index * panel_bytes(); }
   int width(int64_t index) const { return static_cast<int>(n - index * kPanel < kPanel ? n - index * kPanel : kPanel); }
 

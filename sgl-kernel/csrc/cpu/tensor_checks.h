@@ -20,6 +20,15 @@ inline DType weight_dtype_of(const at::Tensor& tensor, const char* name) {
   return tensor.scalar_type() == at::kChar ? DType::kI8 : dtype_of(tensor, name);
 }
 
+// Of experts' weights, which may be fp4, too: bytes.
+inline DType expert_dtype_of(const at::Tensor& tensor, const char* name) {
+  return tensor.scalar_type() == at::kByte ? DType::kFp4 : weight_dtype_of(tensor, name);
+}
+// How many inputs a matrix of so many numbers, or bytes, a row has.
+inline int64_t inputs_of(const at::Tensor& weight, int64_t columns) {
+  return weight.scalar_type() == at::kByte ? columns / 17 * 32 : columns;
+}
+
 inline void check(const at::Tensor& tensor, int64_t dim, const char* name) {
   TORCH_CHECK(tensor.dim() == dim, name, " has ", tensor.dim(), " dimensions, not ", dim);
   TORCH_CHECK(tensor.is_contiguous(), name, " is not contiguous");

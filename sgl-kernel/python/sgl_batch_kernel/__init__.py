@@ -15,7 +15,7 @@ from .token_choice import mask_tokens as mask_tokens
 from .token_choice import penalize_repetition as penalize_repetition
 from .token_choice import sample as sample
 
-INTERFACE = 13
+INTERFACE = 14
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -87,6 +87,22 @@ def uncode_(weight: torch.Tensor, marks: torch.Tensor) -> None:
     _ops.uncode_(weight, marks)
 
 
+def pack_fp4_(weight: torch.Tensor, packed: torch.Tensor) -> bool:
+    """Pack plain matrices [B, N, K] of bf16, N and K multiples of 32, whose numbers are all those of mxfp4.
+
+    Of each output, 32 neighbouring inputs are then numbers of 4 bits times one power of two. `packed`: uint8
+    [B, N, K * 17 / 32]. Returns False where a number is none of these; what `packed` holds is then undefined.
+    """
+    exact: bool = _ops.pack_fp4_(weight, packed)
+    return exact
+
+
+def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Return the plain matrices [B, N, K] of bf16 that `pack_fp4_` has packed."""
+    plain: torch.Tensor = _ops.unpack_fp4(packed)
+    return plain
+
+
 def copy_past_caches_(to: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` to a tensor of the same shape and number type, both contiguous, leaving the caches to others.
 
@@ -124,6 +140,7 @@ def experts(
     `w13_bias` [E, 2I], gates first, and `w2_bias` [E, M], float32, are added to the products. With `alpha` and `limit`
     an expert computes g * sigmoid(alpha * g) * (u + 1) in place of SiLU(gate) * up, where g is gate up to limit, and u
     is up between -limit and limit.
+    Weights that `pack_fp4_` has packed, uint8 [E, 2I, M * 17 / 32] and [E, M, I * 17 / 32], give the bits of bf16.
     `w13_marks` [2E, panels of I] and `w2_marks` [E, panels of M] are those that `pack_coded_` returned where it has
     packed the weight; results have the bits of the weight as it was.
     """

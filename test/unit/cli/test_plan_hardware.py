@@ -77,7 +77,7 @@ def test_gpus_are_shared_out_and_every_layout_is_listed(capsys):
 
 def test_a_rank_holds_its_share_of_the_experts_and_of_the_store_and_all_else():
     fields = json.loads((TINY / "config.json").read_text())
-    model = Model(config=fields, tensors=tensors_of(TINY, 4, on_cpu=False), dtype="bfloat16")
+    model = Model(config=fields, tensors=tensors_of(TINY, 4, cpu_weights=None), dtype="bfloat16")
     target = Target(device=GPU, budget=80 << 30, page_size=64, length=128)
     config = from_mapping({"kv_store_bytes": 1 << 30})
     whole, experts, streamable = model.weight_bytes()

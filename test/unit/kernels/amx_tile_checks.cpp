@@ -16,6 +16,7 @@
 #include "amx_emulation.h"
 #include "amx_tiles.h"
 #include "coded.h"
+#include "fp4.h"
 #include "gemm.h"
 #include "guarded_memory.h"
 #include "packing.h"
@@ -34,6 +35,21 @@ void decode_plainly(const void* blocks, int64_t count, uint32_t base, uint16_t* 
         const uint32_t above = from[2 * kPanel + i] >> 4 * group & 15;
         *to++ = static_cast<uint16_t>((own & 0x807f) | (base + above) << 7);
       }
+}
+
+// Blocks of fp4 to numbers, as fp4.h has them, by way of plain rows.
+void decode_fp4_plainly(const uint8_t* powers, const void* words, int64_t blocks, uint16_t* to) {
+  for (int64_t block = 0; block < blocks; ++block) {
+    constexpr size_t kWordBytes = 2 * kPanel * kFp4BlockK / kFp4WordK;
+    std::vector<uint8_t> panel(kPanel + kWordBytes);
+    std::memcpy(panel.data(), powers + block * kPanel, kPanel);
+    std::memcpy(panel.data() + kPanel, static_cast<const char*>(words) + static_cast<size_t>(block) * kWordBytes, kWordBytes);
+    std::vector<uint16_t> rows(kPanel * kFp4BlockK);
+    unpack_fp4_panel(panel.data(), kFp4BlockK, rows.data());
+    for (int64_t k = 0; k < kFp4BlockK; k += 2)
+      for (int64_t column = 0; column < kPanel; ++column)
+        for (int64_t odd = 0; odd < 2; ++odd) *to++ = rows[static_cast<size_t>(column * kFp4BlockK + k + odd)];
+  }
 }
 
 // As gemm.h has it.
@@ -61,6 +77,7 @@ constinit const Isa kAvx512Bf16{
           for (int64_t i = 0; i < count; ++i) to[i] = f32_to_bf16(from[i]);
         },
     .decode = decode_plainly,
+    .decode_fp4 = decode_fp4_plainly,
     .scale_columns = nullptr,
     .choose = nullptr,
     .transpose_words = transpose_plainly,
@@ -413,6 +430,39 @@ void break_a_rule(const std::string& rule) {
 
 }  // namespace
 
+// A panel of four bits as the drivers go through it: the bits of the panel of bf16.
+void check_fp4_tiles_of_a_panel(int64_t k) {
+  Case given(k, 6, false);
+  std::mt19937 random(static_cast<unsigned>(k));
+  std::vector<uint16_t> rows(static_cast<size_t>(k * kPanel));
+  constexpr float kNumbers[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  for (auto& number : rows) {
+    const auto code = random() % 16;
+    number = f32_to_bf16(code < 8 ? kNumbers[code] : -kNumbers[code - 8]);
+  }
+  auto* plain = reinterpret_cast<uint16_t*>(given.panel.data());
+  for (int64_t i = 0; i < k; ++i)
+    for (int64_t column = 0; column < kPanel; ++column)
+      plain[(i / 2 * kPanel + column) * 2 + i % 2] = rows[static_cast<size_t>(column * k + i)];
+  std::vector<uint8_t> panel(static_cast<size_t>(packed_bytes(DType::kFp4, k * kPanel)));
+  expect(pack_fp4_panel(rows.data(), k, panel.data()), "a panel of numbers of mxfp4 is packed");
+  for (int64_t tiles = 1; tiles <= 4; ++tiles) {
+    const PackedWeight weight{panel.data(), DType::kFp4, nullptr, kPanel, k};
+    std::vector<char> spare(weight.spare_bytes(isa()));
+    ReadyPanel ready = weight.ready(0, isa(), spare.data(), tiles);
+    bool own = true;
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int first = 5 * tile, m = 7;
+      std::vector<float> found(m * kPanel);
+      ready.multiply({given.a.data() + first * given.stride, given.stride, ready.data, k, m, found.data(), kPanel, false,
+                      {panel.data(), 5}});
+      const auto expected = multiply(given, first, m);
+      for (int row = 0; row < m; ++row) own = own && same(&expected[row * kCStride], &found[row * kPanel]);
+    }
+    expect(own, "fp4, k " + std::to_string(k) + ", " + std::to_string(tiles) + " tiles: the bits of the panel of bf16");
+  }
+}
+
 int main(int argc, char** argv) {
   emulated = !tiles_are_usable();
   if (emulated) amx_emulation::install();
@@ -430,6 +480,7 @@ int main(int argc, char** argv) {
   }
   for (const int64_t k : {4, 28, 32, 36, 64, 132}) check_coded(k);
   for (const int64_t k : {64, 512}) check_tiles_of_a_panel(k);
+  for (const int64_t k : {32, 96, 512}) check_fp4_tiles_of_a_panel(k);
   for (const int64_t k : {34, 96, 130})
     for (const bool add : {false, true}) {
       const Case given(k, 6, add);

@@ -17,6 +17,7 @@ from kernel_attention import attention_cases
 from kernel_checks import DTYPES, TOLERANCE, Check, relative_error
 from kernel_choices import choice_cases
 from kernel_coded import coded_cases
+from kernel_fp4 import fp4_cases
 from kernel_int8 import int8_cases, int8_long_row_cases
 from kernel_latent import latent_cases
 from kernel_pages import page_cases
@@ -89,6 +90,7 @@ def main() -> None:
         page_cases(),
         latent_cases(),
         coded_cases(),
+        fp4_cases(),
         long_row_cases(),
         int8_long_row_cases(),
     )

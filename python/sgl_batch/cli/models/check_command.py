@@ -120,7 +120,8 @@ def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
     method, dtype = quantization(str(directory)), number_type(whole, args.dtype)
     if method is not None and config.memory.weights == "streamed":
         raise ConfigError(f"weights are to be streamed, and the model's are quantised ({method}); leave --weights out")
-    tensors = tensors_of(directory, int(text.get("num_hidden_layers") or 0), on_cpu=device == CPU)
+    cpu_weights = config.forward.cpu_weight_dtype if device == CPU else None
+    tensors = tensors_of(directory, int(text.get("num_hidden_layers") or 0), cpu_weights=cpu_weights)
     model = Model(config=text, tensors=tensors, dtype=dtype)
     check_asked(model, config, page_size=args.page_size, here=device in (CPU, _device_here()))
     check_context(text, args.length or 0, "--context-length")

@@ -71,7 +71,8 @@ def subject_of(name: str, workload: Workload, *, dtype: str, weight_dtype: str, 
         layers = model_layers(body, item_bytes=item_bytes, weight_bytes=weight_bytes, stored_bytes=stored_bytes)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"a number in {directory / 'config.json'} cannot be read: {error}") from error
-    model = Model(config=body, tensors=tensors_of(directory, layers.num_layers, on_cpu=not on_sheet), dtype=dtype)
+    tensors = tensors_of(directory, layers.num_layers, cpu_weights=None if on_sheet else weight_dtype)
+    model = Model(config=body, tensors=tensors, dtype=dtype)
     return Subject(
         directory=directory,
         body=body,

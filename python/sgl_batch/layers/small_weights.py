@@ -1,6 +1,6 @@
-"""Owns the memory of the int8 form of weights, in which each output has its own scale, and the way back from it.
+"""Owns the memory of the smaller forms of weights: of int8, in which each output has its own scale, and of 4 bits.
 
-packed_weights decides which weights take that form; the native kernels round them.
+packed_weights decides which weights take which form; the native kernels make it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ def int8_room(shape: torch.Size, make: MakeTensor = new_tensor) -> tuple[torch.T
     rounded, scales = make(shape, torch.int8), make(shape[:2], torch.float32)
     prefer_huge_pages(rounded)
     return rounded, scales
+
+
+def fp4_room(shape: torch.Size) -> torch.Tensor:
+    """Return a tensor for the bytes of weights [B, N, K] of 4 bits, with a byte for 32 numbers [B, N, K * 17 / 32]."""
+    room = torch.empty(*shape[:-1], shape[-1] // 32 * 17, dtype=torch.uint8)
+    prefer_huge_pages(room)
+    return room
 
 
 def from_int8(rounded_BNK: torch.Tensor, scales_BN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
