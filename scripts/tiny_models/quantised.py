@@ -21,6 +21,8 @@ from torch import Tensor
 ROUNDED = re.compile(r"(?<!kv_b)_proj\.weight$|\.w[123]\.weight$")
 _BLOCK = 128
 _FP8_MOST = 448.0
+# Half way between the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+_MXFP4_BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Stored = Mapping[str, Tensor]
@@ -136,16 +138,18 @@ def packed(bits: int, group: int | None, *, symmetric: bool) -> Callable[[Tensor
 
 def mxfp4(weight: Tensor) -> Stored:
     """Round all experts' matrices [experts, inputs, outputs] as gpt-oss stores them."""
-    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    blocks = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
-    exponents = blocks.abs().amax(dim=3).clamp(min=2.0**-100).log2().floor() - 2
-    scaled = blocks / torch.exp2(exponents).unsqueeze(3)
-    codes = (scaled.abs().unsqueeze(-1) - numbers).abs().argmin(dim=-1) + 8 * (scaled < 0)
-    pairs = codes.unflatten(3, (-1, 2))
-    return {
-        "_blocks": (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8),
-        "_scales": (exponents + 127).to(torch.uint8),
-    }
+    experts, inputs, outputs = weight.shape
+    stored = torch.empty(experts, outputs, inputs // 32, 16, dtype=torch.uint8)
+    scales = torch.empty(experts, outputs, inputs // 32, dtype=torch.uint8)
+    for expert, matrix in enumerate(weight):
+        blocks = matrix.float().t().unflatten(1, (-1, 32))
+        exponents = blocks.abs().amax(dim=2).clamp(min=2.0**-100).log2().floor() - 2
+        scaled = blocks / torch.exp2(exponents).unsqueeze(2)
+        codes = torch.bucketize(scaled.abs(), _MXFP4_BETWEEN) + 8 * (scaled < 0)
+        pairs = codes.to(torch.uint8).unflatten(2, (-1, 2))
+        stored[expert] = pairs[..., 0] + 16 * pairs[..., 1]
+        scales[expert] = (exponents + 127).to(torch.uint8)
+    return {"_blocks": stored, "_scales": scales}
 
 
 def _compressed(layout: str, weights: Mapping[str, Any]) -> dict[str, Any]:

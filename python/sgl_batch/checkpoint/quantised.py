@@ -214,7 +214,9 @@ def _packed(begin: str, parts: _Parts, form: QuantisedForm) -> _Shape:
             inputs = scales[1] * per_scale if per_scale is not None else words[1] * WORD_BITS // bits
             if words[1] == -(-inputs // (WORD_BITS // bits)) and (per_scale is not None or scales[1] == 1):
                 return (words[0], inputs), bits
-    _fail(begin, parts, f"words are [outputs, inputs / n], scales [outputs, groups]; config.json has {form.integers}")
+    return _fail(
+        begin, parts, f"words are [outputs, inputs / n], scales [outputs, groups]; config.json has {form.integers}"
+    )
 
 
 _SHAPES = {

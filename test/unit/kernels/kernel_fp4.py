@@ -1,4 +1,4 @@
-"""Experts whose weights are numbers of mxfp4: four bits lose nothing, and products have the bits of those in bfloat16."""
+"""Experts whose weights are numbers of mxfp4: four bits lose nothing, and products have bfloat16's bits."""
 
 from __future__ import annotations
 
