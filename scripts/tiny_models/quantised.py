@@ -145,7 +145,7 @@ def mxfp4(weight: Tensor) -> Stored:
         blocks = matrix.float().t().unflatten(1, (-1, 32))
         exponents = blocks.abs().amax(dim=2).clamp(min=2.0**-100).log2().floor() - 2
         scaled = blocks / torch.exp2(exponents).unsqueeze(2)
-        codes = torch.bucketize(scaled.abs(), _MXFP4_BETWEEN) + 8 * (scaled < 0)
+        codes = torch.bucketize(scaled.abs().contiguous(), _MXFP4_BETWEEN) + 8 * (scaled < 0)
         pairs = codes.to(torch.uint8).unflatten(2, (-1, 2))
         stored[expert] = pairs[..., 0] + 16 * pairs[..., 1]
         scales[expert] = (exponents + 127).to(torch.uint8)

@@ -6,7 +6,7 @@ SGLang builds as Hugging Face does stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -134,8 +134,10 @@ def _compute_as_asked(config: Any) -> None:
 def _adapt_gpt_oss(model: Any, _: Any) -> None:
     """Load this rank's experts of the tensor that has all experts of a layer; SGLang would load all of them.
 
-    On a CPU, keep sinks in float32; SGLang has them in bfloat16, whatever number type the model computes in.
+    On a CPU, keep sinks in float32; SGLang has them in bfloat16, whatever number type the model computes in. Load
+    tensor by tensor; SGLang would first collect all of them.
     """
+    model.load_weights = partial(_load_one_by_one, model.load_weights)
     for layer in model.model.layers:
         experts = layer.mlp.experts
         for parameter in experts.parameters():
@@ -143,6 +145,11 @@ def _adapt_gpt_oss(model: Any, _: Any) -> None:
         sinks = layer.self_attn.sinks
         if sinks.device.type == "cpu":
             layer.self_attn.sinks = torch.nn.Parameter(sinks.data.float(), requires_grad=False)
+
+
+def _load_one_by_one(load: Callable[..., None], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for one in weights:
+        load([one])
 
 
 def _load_own_share(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from sgl_batch.checkpoint.files import StoredTensor, few, read_header
 from sgl_batch.checkpoint.quantised import WORD_BITS, Kind, QuantisedMatrix, QuantisedTensors, find_quantised
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.memory.huge_buffer import huge_buffer
 
 Parts = Mapping[str, Tensor]
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -34,6 +38,7 @@ class Dequantised:
 
     def __init__(self, form: QuantisedForm, dtype: torch.dtype) -> None:
         self._form, self._dtype = form, dtype
+        self._scratch = _Scratch()
 
     def __call__(self, files: Sequence[str], weights: NamedTensors) -> NamedTensors:
         """Yield `weights`, the tensors of safetensors `files`, each matrix as floats under its plain name.
@@ -78,8 +83,11 @@ class Dequantised:
                 "model again, or fetch the checkpoint anew"
             )
         if matrix.kind is Kind.MXFP4:
-            return mxfp4_floats(parts["_blocks"], parts["_scales"], self._dtype)
-        out = torch.empty(matrix.shape, dtype=self._dtype)
+            experts, inputs, outputs = matrix.shape
+            out = self._scratch.tensor((experts, outputs, inputs), self._dtype)
+            mxfp4_floats(parts["_blocks"], parts["_scales"], out)
+            return out.transpose(1, 2)
+        out = self._scratch.tensor(matrix.shape, self._dtype)
         rows = max(1, _AT_A_TIME // matrix.shape[1])
         if matrix.kind is Kind.SCALED:
             of_rows = _scaled(parts, self._form.block)
@@ -94,31 +102,51 @@ class Dequantised:
         return out
 
 
+class _Scratch:
+    """Memory for one tensor after the other, new where the one before is still in use: the kernel clears new memory."""
+
+    def __init__(self) -> None:
+        self._whole = memoryview(b"")
+        self._user: Callable[[], memoryview | None] = lambda: None
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor that holds anything. Its memory is used again when it and all views of it are gone."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        if self._user() is not None or len(self._whole) < num_bytes:
+            self._whole = huge_buffer(num_bytes)
+        part = self._whole[:num_bytes]
+        self._user = weakref.ref(part)
+        return torch.frombuffer(part, dtype=torch.uint8).view(dtype).view(shape)
+
+
 Rows = Callable[[int, int], Tensor]
 """Returns the floats of the rows [first, last) of a matrix [outputs, inputs], in float32."""
 
 
-def mxfp4_floats(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return all experts' matrices [experts, inputs, outputs] of a layer, whose outputs' inputs are neighbours.
+def mxfp4_floats(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write all experts' matrices of a layer to `out` [experts, outputs, inputs].
 
     `blocks` [experts, outputs, inputs / 32, 16]: two numbers of 4 bits a byte, the lower bits first. `scales`
     [experts, outputs, inputs / 32]: exponents of two, plus 127.
     """
-    numbers = torch.tensor([*_E2M1, *(-one for one in _E2M1)], dtype=dtype)
+    kernels = native_kernels()
+    if kernels is None or out.dtype != torch.bfloat16:
+        _widen_plainly(blocks, scales, out)
+    else:
+        kernels.widen_mxfp4_(blocks.flatten(2).flatten(0, 1), scales.flatten(0, 1), out.flatten(0, 1))
+
+
+def _widen_plainly(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    numbers = torch.tensor([*_E2M1, *(-one for one in _E2M1)], dtype=out.dtype)
     pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=-1)  # by byte
-    as_words = pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64).flatten()
-    powers = torch.exp2(torch.arange(256, dtype=torch.float64) - _E8M0_BIAS).to(dtype)
-    experts, outputs, count, in_bytes = blocks.shape
-    out = torch.empty(experts, outputs, count, 2 * in_bytes, dtype=dtype)
-    words = out.view(as_words.dtype)
-    rows = max(1, _AT_A_TIME // (count * 2 * in_bytes))
-    for expert in range(experts):
-        for first in range(0, outputs, rows):
-            part = slice(first, first + rows)
-            codes = blocks[expert, part]
-            torch.index_select(as_words, 0, codes.flatten().int(), out=words[expert, part].view(-1))
-            out[expert, part].mul_(powers[scales[expert, part].int()].unsqueeze(-1))
-    return out.view(experts, outputs, count * 2 * in_bytes).transpose(1, 2)
+    as_words = pairs.view(torch.int32 if out.dtype.itemsize == 2 else torch.int64).flatten()
+    powers = torch.exp2(torch.arange(256, dtype=torch.float64) - _E8M0_BIAS).to(out.dtype)
+    for expert, (own_blocks, own_scales) in enumerate(zip(blocks, scales, strict=True)):
+        words = torch.index_select(as_words, 0, own_blocks.flatten().int())
+        own = words.view(out.dtype).view(*own_scales.shape, -1) * powers[own_scales.int()].unsqueeze(-1)
+        out[expert] = own.flatten(1)
 
 
 def _scaled(parts: Parts, block: tuple[int, int] | None) -> Rows:

@@ -144,6 +144,25 @@ at::Tensor unpack_fp4(const at::Tensor& packed) {
   return plain;
 }
 
+void widen_mxfp4(const at::Tensor& blocks, const at::Tensor& scales, at::Tensor out) {
+  check(blocks, 2, "blocks");
+  check(scales, 2, "scales");
+  check(out, 2, "out");
+  const int64_t rows = out.size(0), k = out.size(1);
+  TORCH_CHECK(out.scalar_type() == at::kBFloat16 && k % kFp4BlockK == 0, "out is ", out.scalar_type(), out.sizes(),
+              "; use bfloat16 of a multiple of ", kFp4BlockK, " inputs");
+  TORCH_CHECK(blocks.scalar_type() == at::kByte && scales.scalar_type() == at::kByte && blocks.size(0) == rows &&
+                  scales.size(0) == rows && blocks.size(1) == k / 2 && scales.size(1) == k / kFp4BlockK,
+              "blocks are ", blocks.scalar_type(), blocks.sizes(), " and scales ", scales.scalar_type(), scales.sizes(),
+              "; use uint8 [", rows, ", ", k / 2, "] and [", rows, ", ", k / kFp4BlockK, "]");
+  const auto *from = blocks.data_ptr<uint8_t>(), *powers = scales.data_ptr<uint8_t>();
+  auto* to = static_cast<uint16_t*>(out.data_ptr());
+  run_tasks(divide_up(rows, kPanel), [&](int64_t task, int) {
+    for (int64_t row = task * kPanel; row < std::min((task + 1) * kPanel, rows); ++row)
+      widen_mxfp4_row(from + row * k / 2, powers + row * k / kFp4BlockK, k, to + row * k);
+  });
+}
+
 const int32_t* slots_in(const std::optional<at::Tensor>& slots, int64_t num_slots) {
   if (!slots.has_value()) return nullptr;
   check(*slots, 1, "slots");
@@ -413,6 +432,7 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("unpack_(Tensor(a!) weight) -> ()");
   library.def("round_to_int8_(Tensor weight, Tensor(a!) rounded, Tensor(b!) scales) -> ()");
   library.def("pack_fp4_(Tensor weight, Tensor(a!) packed) -> bool");
+  library.def("widen_mxfp4_(Tensor blocks, Tensor scales, Tensor(a!) out) -> ()");
   library.def("unpack_fp4(Tensor packed) -> Tensor");
   library.def("pack_coded_(Tensor(a!) weight) -> Tensor");
   library.def("uncode_(Tensor(a!) weight, Tensor marks) -> ()");
@@ -441,6 +461,7 @@ TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("unpack_", sgl_batch::unpack);
   library.impl("round_to_int8_", sgl_batch::round_to_int8);
   library.impl("pack_fp4_", sgl_batch::pack_fp4);
+  library.impl("widen_mxfp4_", sgl_batch::widen_mxfp4);
   library.impl("unpack_fp4", sgl_batch::unpack_fp4);
   library.impl("pack_coded_", sgl_batch::pack_coded);
   library.impl("uncode_", sgl_batch::uncode);

@@ -1,6 +1,7 @@
 #include "fp4.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "clones.h"
@@ -39,6 +40,22 @@ SGL_BATCH_CLONES int codes_of(const uint16_t* from, uint16_t* codes) {
   return wrong == 0 ? power : -1;
 }
 
+// Numbers of blocks that are all normal and finite, two at a time; returns where the first other block is, or `blocks`.
+SGL_BATCH_CLONES int64_t widen_blocks(const uint8_t* pairs, const uint8_t* powers, int64_t blocks, uint32_t* to) {
+  for (int64_t block = 0; block < blocks; ++block, pairs += kFp4BlockK / 2, to += kFp4BlockK / 2) {
+    if (powers[block] <= kBelow || powers[block] > kFp4MostPower) return block;
+    const uint32_t half = static_cast<uint32_t>(powers[block] - kBelow) << kFractionBits;
+    for (int i = 0; i < kFp4BlockK / 2; ++i) {
+      const uint32_t even = pairs[i] & 7u, odd = pairs[i] >> 4 & 7u;
+      // Those from 1 on lie half a step of the exponent apart.
+      const uint32_t first = even == 0 ? 0 : half + (even << (kFractionBits - 1)) - (even == 1 ? 1u << (kFractionBits - 1) : 0);
+      const uint32_t second = odd == 0 ? 0 : half + (odd << (kFractionBits - 1)) - (odd == 1 ? 1u << (kFractionBits - 1) : 0);
+      to[i] = first | (pairs[i] & 8u) << 12 | (second | (pairs[i] & 128u) << 8) << 16;
+    }
+  }
+  return blocks;
+}
+
 // Where the number of a column and of k within its word's four lies: the word's group, and the word.
 struct Place {
   Place(int64_t column, int64_t k) : group(2 * (k / kPair) + column / (kPanel / kPair)), word(column % (kPanel / kPair) * kPair + k % kPair) {}
@@ -46,6 +63,20 @@ struct Place {
 };
 
 }  // namespace
+
+void widen_mxfp4_row(const uint8_t* blocks, const uint8_t* powers, int64_t k, uint16_t* to) {
+  for (int64_t left = k / kFp4BlockK; left > 0;) {
+    const int64_t done = widen_blocks(blocks, powers, left, reinterpret_cast<uint32_t*>(to));
+    left -= done, blocks += done * kFp4BlockK / 2, powers += done, to += done * kFp4BlockK;
+    if (left == 0) return;
+    const float scale = std::ldexp(1.0f, *powers - kFp4Bias);
+    for (int64_t i = 0; i < kFp4BlockK; ++i) {
+      const int code = blocks[i / 2] >> (4 * (i % 2)) & 15;
+      to[i] = f32_to_bf16((code < 8 ? 1.0f : -1.0f) * bf16_to_f32(kNumbers[code % 8]) * scale);
+    }
+    --left, blocks += kFp4BlockK / 2, ++powers, to += kFp4BlockK;
+  }
+}
 
 bool pack_fp4_panel(const uint16_t* plain, int64_t k, void* to) {
   auto* powers = static_cast<uint8_t*>(to);

@@ -22,6 +22,10 @@ static_assert(packed_bytes(DType::kFp4, kPanel * kFp4BlockK) == kPanel + 2 * kPa
 
 inline int64_t fp4_power_bytes(int64_t k) { return k / kFp4BlockK * kPanel; }
 
+// A row of k numbers of mxfp4 as checkpoints have it to bf16: `blocks` have two numbers a byte, the even ones lower, `powers` a byte
+// for kFp4BlockK.
+void widen_mxfp4_row(const uint8_t* blocks, const uint8_t* powers, int64_t k, uint16_t* to);
+
 // Whether a matrix [n, k] has whole panels of whole blocks.
 inline bool fp4_takes(int64_t n, int64_t k) { return n > 0 && k > 0 && n % kPanel == 0 && k % kFp4BlockK == 0; }
 

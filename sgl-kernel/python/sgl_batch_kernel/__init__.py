@@ -103,6 +103,15 @@ def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
     return plain
 
 
+def widen_mxfp4_(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Take rows of mxfp4 to `out`, bf16 [N, K], K a multiple of 32, as they lie in checkpoints.
+
+    `blocks`: uint8 [N, K / 2], two numbers of 4 bits a byte, the even one lower. `scales`: uint8 [N, K / 32], powers of
+    two plus 127.
+    """
+    _ops.widen_mxfp4_(blocks, scales, out)
+
+
 def copy_past_caches_(to: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` to a tensor of the same shape and number type, both contiguous, leaving the caches to others.
 

@@ -127,7 +127,8 @@ def loaded(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     form = form_of_weights(str(path))
     assert form is not None
     file = path / "model.safetensors"
-    return dict(Dequantised(form, dtype)([str(file)], load_file(file).items()))
+    # Each tensor's memory is used again, unless it is kept.
+    return {name: one.clone() for name, one in Dequantised(form, dtype)([str(file)], load_file(file).items())}
 
 
 def matrices(path: Path) -> dict[str, QuantisedMatrix]:
@@ -169,9 +170,18 @@ def test_all_16_numbers_of_mxfp4_and_its_smallest_and_largest_scales() -> None:
     signed = torch.tensor([*numbers, *(-one for one in numbers)], dtype=torch.float64)
     expected = torch.stack((signed, signed.flip(0)), dim=1).flatten()
     for dtype in (torch.float32, torch.bfloat16):
-        made = mxfp4_floats(blocks, scales, dtype)
+        made = torch.empty(1, 3, 32, dtype=dtype)
+        mxfp4_floats(blocks, scales, made)
         for row, exponent in enumerate((-125, 0, 124)):
-            assert torch.equal(made[0, :, row].double(), expected * 2.0**exponent)
+            assert torch.equal(made[0, row].double(), expected * 2.0**exponent)
+
+
+def test_a_tensor_that_is_kept_stays_as_it_is(floats: Path, tmp_path: Path) -> None:
+    path = quantise(floats, tmp_path / "fp8", "fp8-blocks")
+    form, file = form_of_weights(str(path)), path / "model.safetensors"
+    assert form is not None
+    kept = dict(Dequantised(form, torch.float32)([str(file)], load_file(file).items()))
+    assert all(torch.equal(kept[name], one) for name, one in loaded(path, torch.float32).items())
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
