@@ -106,6 +106,8 @@ def test_gpt_oss_in_bfloat16_keeps_its_experts_in_4_bits_without_loss(
     wide = started(model_path=str(path), cpu_weight_dtype="model", **sizes)
     expected = answers(wide)
     assert answers(in_fp4) == expected
+    dummy = started(model_path=str(path), load_format="dummy", **sizes)
+    assert weight_bytes(dummy) == weight_bytes(in_fp4), "profiles are of such models"
     form = form_of_weights(str(path))
     assert form is not None
     matrices = find_quantised(read_header(path / "model.safetensors"), form).matrices.values()

@@ -164,7 +164,12 @@ FORMATS: tuple[NumberFormat, ...] = (
         _refused("for the CPU's kernels; see SGLang's --quantization"),
     ),
     NumberFormat("fp8 checkpoint (a scale for a block, row or matrix)", ("fp8",), _AS_FLOATS, _BY_SGLANG),
-    NumberFormat("mxfp4 checkpoint", ("mxfp4",), _AS_FLOATS, _BY_SGLANG),
+    NumberFormat(
+        "mxfp4 checkpoint",
+        ("mxfp4",),
+        _works("in bfloat16 its experts stay in 4 bits, without loss (`--cpu-weight-dtype auto`); else as floats"),
+        _BY_SGLANG,
+    ),
     NumberFormat(
         "GPTQ, AWQ and compressed-tensors checkpoints",
         ("gptq", "awq", "compressed-tensors"),

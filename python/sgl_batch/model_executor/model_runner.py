@@ -44,7 +44,7 @@ from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.partition_set import PartitionSets
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.model_executor.weight_watch import reform_of, weight_reading, weight_watch
+from sgl_batch.model_executor.weight_watch import adopt_loaded, reform_of, weight_reading, weight_watch
 from sgl_batch.model_executor.yield_callback import make_yield_callback
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers, reports_choices
@@ -148,7 +148,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 held = 0 if rank_context is None else rank_context.expert_shard
                 self._operators.stream(self.model, files, memory, expert_shard=held)
         if operators is not None and resident:
-            operators.adopt_experts(self.model)  # whose other forms then count
+            adopt_loaded(self.model, operators, self.server_args)
         self.weight_bytes = resident_weight_bytes(self.model, int8=operators is not None and operators.rounds_to_int8)
         self.context.start_log.end("model made, weights read", num_bytes=self.weight_bytes)
         forget_peak()

@@ -12,7 +12,9 @@ from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.families import family_of
 from sgl_batch.sglang_adapter.checkpoint_loading import ReformOf, WeightReading, WeightReform, WeightWatch
-from sgl_batch.weights.dequantised import Dequantised
+from sgl_batch.sglang_adapter.layers import expert_layers
+from sgl_batch.sglang_adapter.types.messages import ServerArgs
+from sgl_batch.weights.dequantised import Dequantised, draw_numbers
 from sgl_batch.weights.direct_tensors import read_past_page_cache
 from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.shared_weights import SharedWeights
@@ -60,6 +62,19 @@ def reform_of(device: str, dtype: torch.dtype) -> ReformOf | None:
         return None if form is None else Dequantised(form, dtype)
 
     return of_model if device == "cpu" else None
+
+
+def adopt_loaded(model: nn.Module, operators: CpuOperators, server_args: ServerArgs) -> None:
+    """Let `operators` adopt the experts of a loaded model, whose smaller forms then count.
+
+    Dummy weights become numbers of the form in which the model's own are quantised.
+    """
+    form = form_of_weights(server_args.model_path, server_args.revision)
+    if server_args.load_format == "dummy" and form is not None:
+        for layer in expert_layers(model):
+            for weight in (layer.w13_weight, layer.w2_weight):
+                draw_numbers(form, weight.data)
+    operators.adopt_experts(model)
 
 
 def _never(_name: str) -> bool:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from sgl_batch.checkpoint.files import StoredTensor, few, read_header
-from sgl_batch.checkpoint.quantised import WORD_BITS, Kind, QuantisedMatrix, QuantisedTensors, find_quantised
+from sgl_batch.checkpoint.quantised import (
+    MXFP4_BLOCK,
+    WORD_BITS,
+    Kind,
+    QuantisedMatrix,
+    QuantisedTensors,
+    find_quantised,
+)
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
@@ -25,6 +32,8 @@ _AT_A_TIME = 1 << 18
 # The 16 numbers of mxfp4 by code: a sign, two bits of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS, _E8M0_NAN = 127, 255
+# Dummy weights are no larger than SGLang's.
+_DUMMY_POWER = _E8M0_BIAS - 12
 # AWQ's words hold the integers of eight neighbouring outputs in this order.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -100,6 +109,18 @@ class Dequantised:
             last = min(first + rows, matrix.shape[0])
             out[first:last] = of_rows(first, last)
         return out
+
+
+def draw_numbers(form: QuantisedForm, out: Tensor) -> None:
+    """Fill experts' matrices [experts, outputs, inputs] with random numbers that the form has exactly.
+
+    Only numbers of mxfp4 have a form of their own in memory; of other forms `out` stays as it is.
+    """
+    if form.method != Kind.MXFP4 or out.dim() != 3 or out.shape[2] % MXFP4_BLOCK:
+        return
+    shape = *out.shape[:2], out.shape[2] // MXFP4_BLOCK
+    blocks = torch.randint(0, 256, (*shape, MXFP4_BLOCK // 2), dtype=torch.uint8)
+    mxfp4_floats(blocks, torch.full(shape, _DUMMY_POWER, dtype=torch.uint8), out)
 
 
 class _Scratch:
