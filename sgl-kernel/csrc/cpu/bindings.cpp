@@ -5,7 +5,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -107,59 +106,6 @@ void uncode(at::Tensor weight, const at::Tensor& marks) {
   const auto* first = marks_in(marks, weight, weight.size(0), weight.size(1), "weight");
   each_panel(weight, [first](void* panel, int64_t, int64_t k, int64_t mark, void* scratch) {
     uncode_panel(panel, k, first[mark], scratch);
-  });
-}
-
-// [B, N, K] of bf16 beside the bytes of its fp4. Calls each(plain panel, packed panel, k).
-template <typename Each>
-void each_fp4_panel(const at::Tensor& plain, const at::Tensor& packed, const Each& each) {
-  check(plain, 3, "weight");
-  check(packed, 3, "packed");
-  const int64_t n = plain.size(1), k = plain.size(2), panels = n / kPanel;
-  TORCH_CHECK(plain.scalar_type() == at::kBFloat16 && fp4_takes(n, k), "weight is ", plain.scalar_type(), plain.sizes(),
-              "; fp4 takes bfloat16 of multiples of ", kPanel, " outputs and ", kFp4BlockK, " inputs");
-  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.size(0) == plain.size(0) && packed.size(1) == n &&
-                  packed.size(2) == packed_bytes(DType::kFp4, k),
-              "packed is ", packed.scalar_type(), packed.sizes(), "; use uint8 [", plain.size(0), ", ", n, ", ",
-              packed_bytes(DType::kFp4, k), "]");
-  auto* numbers = static_cast<uint16_t*>(plain.data_ptr());
-  auto* bytes = packed.data_ptr<uint8_t>();
-  run_tasks(plain.size(0) * panels, [&](int64_t panel, int) {
-    each(numbers + panel * kPanel * k, bytes + packed_bytes(DType::kFp4, panel * kPanel * k), k);
-  });
-}
-
-bool pack_fp4(const at::Tensor& weight, at::Tensor packed) {
-  std::atomic<bool> fits = true;
-  each_fp4_panel(weight, packed, [&fits](const uint16_t* plain, uint8_t* panel, int64_t k) {
-    if (fits.load(std::memory_order_relaxed) && !pack_fp4_panel(plain, k, panel)) fits.store(false, std::memory_order_relaxed);
-  });
-  return fits;
-}
-
-at::Tensor unpack_fp4(const at::Tensor& packed) {
-  check(packed, 3, "packed");
-  auto plain = at::empty({packed.size(0), packed.size(1), inputs_of(packed, packed.size(2))}, packed.options().dtype(at::kBFloat16));
-  each_fp4_panel(plain, packed, [](uint16_t* numbers, const uint8_t* panel, int64_t k) { unpack_fp4_panel(panel, k, numbers); });
-  return plain;
-}
-
-void widen_mxfp4(const at::Tensor& blocks, const at::Tensor& scales, at::Tensor out) {
-  check(blocks, 2, "blocks");
-  check(scales, 2, "scales");
-  check(out, 2, "out");
-  const int64_t rows = out.size(0), k = out.size(1);
-  TORCH_CHECK(out.scalar_type() == at::kBFloat16 && k % kFp4BlockK == 0, "out is ", out.scalar_type(), out.sizes(),
-              "; use bfloat16 of a multiple of ", kFp4BlockK, " inputs");
-  TORCH_CHECK(blocks.scalar_type() == at::kByte && scales.scalar_type() == at::kByte && blocks.size(0) == rows &&
-                  scales.size(0) == rows && blocks.size(1) == k / 2 && scales.size(1) == k / kFp4BlockK,
-              "blocks are ", blocks.scalar_type(), blocks.sizes(), " and scales ", scales.scalar_type(), scales.sizes(),
-              "; use uint8 [", rows, ", ", k / 2, "] and [", rows, ", ", k / kFp4BlockK, "]");
-  const auto *from = blocks.data_ptr<uint8_t>(), *powers = scales.data_ptr<uint8_t>();
-  auto* to = static_cast<uint16_t*>(out.data_ptr());
-  run_tasks(divide_up(rows, kPanel), [&](int64_t task, int) {
-    for (int64_t row = task * kPanel; row < std::min((task + 1) * kPanel, rows); ++row)
-      widen_mxfp4_row(from + row * k / 2, powers + row * k / kFp4BlockK, k, to + row * k);
   });
 }
 
@@ -431,9 +377,6 @@ TORCH_LIBRARY(sgl_batch_kernel, library) {
   library.def("pack_(Tensor(a!) weight) -> ()");
   library.def("unpack_(Tensor(a!) weight) -> ()");
   library.def("round_to_int8_(Tensor weight, Tensor(a!) rounded, Tensor(b!) scales) -> ()");
-  library.def("pack_fp4_(Tensor weight, Tensor(a!) packed) -> bool");
-  library.def("widen_mxfp4_(Tensor blocks, Tensor scales, Tensor(a!) out) -> ()");
-  library.def("unpack_fp4(Tensor packed) -> Tensor");
   library.def("pack_coded_(Tensor(a!) weight) -> Tensor");
   library.def("uncode_(Tensor(a!) weight, Tensor marks) -> ()");
   library.def(
@@ -460,9 +403,6 @@ TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("pack_", sgl_batch::pack);
   library.impl("unpack_", sgl_batch::unpack);
   library.impl("round_to_int8_", sgl_batch::round_to_int8);
-  library.impl("pack_fp4_", sgl_batch::pack_fp4);
-  library.impl("widen_mxfp4_", sgl_batch::widen_mxfp4);
-  library.impl("unpack_fp4", sgl_batch::unpack_fp4);
   library.impl("pack_coded_", sgl_batch::pack_coded);
   library.impl("uncode_", sgl_batch::uncode);
   library.impl("experts", sgl_batch::experts);

@@ -1,0 +1,73 @@
+"""The operators that give weights the forms in which products read them, typed. What uses a form is in the package."""
+
+from __future__ import annotations
+
+import torch
+
+_ops = torch.ops.sgl_batch_kernel
+
+
+def pack_(weight: torch.Tensor) -> None:
+    """Pack plain matrices [B, N, K], bf16 or int8 (K even) or f32, in place for `experts` and `linear`."""
+    _ops.pack_(weight)
+
+
+def unpack_(weight: torch.Tensor) -> None:
+    """Undo `pack_`."""
+    _ops.unpack_(weight)
+
+
+def round_to_int8_(weight: torch.Tensor, rounded: torch.Tensor, scales: torch.Tensor) -> None:
+    """Round plain matrices [B, N, K] of bf16 or f32 to `rounded`, int8 [B, N, K], with `scales`, f32 [B, N].
+
+    The largest number of an output becomes 127, others round to nearest, ties to even. An output of zeros has scale 1.
+    """
+    _ops.round_to_int8_(weight, rounded, scales)
+
+
+def pack_coded_(weight: torch.Tensor) -> torch.Tensor:
+    """Pack plain matrices [B, N, K] of bf16 in place, K even, and code whole panels: 12 bits a number, no loss.
+
+    Returns a mark for each panel, uint8 [B, N / 32, rounded up]: 0 for one that is packed only, since too many of its
+    numbers have exponents of their own or K is no multiple of 4. `experts` needs the marks beside the weight.
+    """
+    marks: torch.Tensor = _ops.pack_coded_(weight)
+    return marks
+
+
+def uncode_(weight: torch.Tensor, marks: torch.Tensor) -> None:
+    """Undo the codes of `pack_coded_`; what is left is as after `pack_`."""
+    _ops.uncode_(weight, marks)
+
+
+def pack_fp4_(weight: torch.Tensor, packed: torch.Tensor) -> bool:
+    """Pack plain matrices [B, N, K] of bf16, N and K multiples of 32, whose numbers are all those of mxfp4.
+
+    Of each output, 32 neighbouring inputs are then numbers of 4 bits times one power of two. `packed`: uint8
+    [B, N, K * 17 / 32]. Returns False where a number is none of these; what `packed` holds is then undefined.
+    """
+    exact: bool = _ops.pack_fp4_(weight, packed)
+    return exact
+
+
+def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Return the plain matrices [B, N, K] of bf16 that `pack_fp4_` has packed."""
+    plain: torch.Tensor = _ops.unpack_fp4(packed)
+    return plain
+
+
+def widen_mxfp4_(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Take rows of mxfp4 to `out`, bf16 [N, K], K a multiple of 32, as they lie in checkpoints.
+
+    `blocks`: uint8 [N, K / 2], two numbers of 4 bits a byte, the even one lower. `scales`: uint8 [N, K / 32], powers of
+    two plus 127.
+    """
+    _ops.widen_mxfp4_(blocks, scales, out)
+
+
+def copy_past_caches_(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` to a tensor of the same shape and number type, both contiguous, leaving the caches to others.
+
+    For large tensors that are not read soon. The two do not overlap.
+    """
+    _ops.copy_past_caches_(to, source)
