@@ -64,7 +64,8 @@ class LoadedWeights:
     input embedding. `by_layer`: whether a model's layers are loaded from tensors of these layers, by number, and by
     this rank alone. Then a layer's memory, which is new, is first written to when its weights come: until then the
     next weights can be read. And what it holds is given to `adopt` once it is whole, in a thread of its own, while the
-    next layer is loaded: rounded weights never take the memory of all exact ones. `copy`: copies large tensors in place
+    next layer is loaded: rounded weights never take the memory of all exact ones, and experts of later layers take what
+    the exact ones of earlier layers leave. `copy`: copies large tensors in place
     of torch.
     """
 
@@ -93,9 +94,9 @@ class LoadedWeights:
             for name, one in model.named_parameters()
             if not _COMPUTED.search(name) and (one.is_floating_point() or not _OPTIONAL.search(name))
         }
-        by_layer, unread = self._by_layer(model), _Unread(self._copy)
-        marks = _Marks(parameters, by_layer=by_layer)
-        with _EarlyAdoption(model, parameters, self._adopt if by_layer else None, unread) as early:
+        by_layer, unread, left_over = self._by_layer(model), _Unread(self._copy), _LeftOver()
+        marks = _Marks(parameters, left_over, by_layer=by_layer)
+        with _EarlyAdoption(model, parameters, self._adopt if by_layer else None, unread, left_over) as early:
             load_weights(_Read.over(marks.before(early.between(weights)), unread))
         marks.set_all()
         left = {name: one for name, one in parameters.items() if name not in early.adopted}
@@ -130,13 +131,34 @@ def _take_memory(parameters: Sequence[Tensor]) -> None:
             list(threads.map(populate, pieces))
 
 
+class _LeftOver:
+    """The memory of experts that have another form by now, for parameters of the same shape and number type."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+
+    def put(self, before: Tensor, parameter: nn.Parameter) -> None:
+        """Take what a parameter held, if that is no longer its memory."""
+        if not _is_same_memory(before, parameter.data):
+            self._tensors.append(before)
+
+    def give(self, parameter: nn.Parameter) -> bool:
+        """Give a parameter, to which nobody has written, such memory; return whether there is some."""
+        for index, one in enumerate(self._tensors):
+            if (one.shape, one.dtype) == (parameter.shape, parameter.dtype) and one.is_contiguous():
+                parameter.data = self._tensors.pop(index)
+                return True
+        return False
+
+
 class _Marks:
     """Marks the numbers of parameters as not loaded, each before a tensor can be loaded into it."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, by_layer: bool) -> None:
-        self._waiting: dict[int | None, list[Tensor]] = {}
+    def __init__(self, parameters: Mapping[str, nn.Parameter], left_over: _LeftOver, *, by_layer: bool) -> None:
+        self._waiting: dict[int | None, list[tuple[str, nn.Parameter]]] = {}
+        self._left_over = left_over
         for name, parameter in parameters.items():
-            self._waiting.setdefault(_layer_of(name) if by_layer else None, []).append(parameter.data)
+            self._waiting.setdefault(_layer_of(name) if by_layer else None, []).append((name, parameter))
         self._set(None)
 
     def before(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -157,9 +179,10 @@ class _Marks:
 
     def _set(self, layer: int | None) -> None:
         found = self._waiting.pop(layer, [])
-        _take_memory(found)
-        for data in found:
-            _mark(data)
+        new = [one.data for name, one in found if not (_EXPERTS in name and self._left_over.give(one))]
+        _take_memory(new)
+        for _, one in found:
+            _mark(one.data)
 
 
 @dataclass(slots=True)
@@ -188,10 +211,15 @@ class _EarlyAdoption:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], adopt: Adopt | None, unread: _Unread
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        adopt: Adopt | None,
+        unread: _Unread,
+        left_over: _LeftOver,
     ) -> None:
         self.adopted: set[str] = set()
-        self._model, self._adopt, self._unread = model, adopt, unread
+        self._model, self._adopt, self._unread, self._left_over = model, adopt, unread, left_over
         self._layers: dict[int, dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
             layer = None if adopt is None else _layer_of(name)
@@ -241,9 +269,15 @@ class _EarlyAdoption:
         del self._layers[layer]
         self.adopted |= parameters.keys()
         self._unread.leave_out(parameters.values())
-        assert self._adopt is not None, "without it there are no layers"
         self._last.result()  # one layer waits at most, whose memory may shrink
-        self._last = self._thread.submit(self._adopt, self._model, list(parameters))
+        self._last = self._thread.submit(self._adopt_layer, parameters)
+
+    def _adopt_layer(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        assert self._adopt is not None, "without it there are no layers"
+        before = [(one, one.data) for name, one in parameters.items() if _EXPERTS in name]
+        self._adopt(self._model, list(parameters))
+        for parameter, data in before:
+            self._left_over.put(data, parameter)
 
 
 class _Read(Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -299,6 +300,7 @@ class Adopted:
         self.names: list[list[str]] = []
         self.coming = ""
         self.when: list[str] = []
+        self.places: list[int] = []
 
     def __call__(self, model: nn.Module, names: Collection[str]) -> None:
         if self.error is not None:
@@ -307,6 +309,7 @@ class Adopted:
         self.when.append(self.coming)
         (layer,) = {int(name.split(".")[1]) for name in names}
         experts = model.get_parameter(f"layers.{layer}.experts")
+        self.places.append(experts.data_ptr())
         experts.data = experts.data.double() * 2
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, threads: bool = False) -> Model:
@@ -335,6 +338,17 @@ def test_a_layer_is_adopted_when_it_is_whole_and_the_next_one_comes() -> None:
     assert adopted.when == ["layers.1.gate"]
     assert model.layers[0].experts.tolist() == [(2 * weights[f"layers.0.experts.{i}"]).tolist() for i in range(3)]
     assert model.layers[1].experts.dtype == torch.float32
+
+
+def test_experts_take_the_memory_that_adopted_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "NUM_LAYERS", 3)
+    monkeypatch.setattr(loaded_weights, "_EXPERTS", ".experts")  # SGLang's parameters have a name behind it
+    adopted, weights = Adopted(), checkpoint()
+    model = adopted.load(weights.items())
+    assert model.layers[2].experts.data_ptr() == adopted.places[0]
+    for number, layer in enumerate(model.layers):
+        expected = torch.stack([weights[f"layers.{number}.experts.{i}"] for i in range(3)])
+        assert torch.equal(layer.experts, expected if number == 2 else expected.double() * 2)
 
 
 def test_a_layer_in_two_files_is_adopted_once_its_rest_is_loaded() -> None:
