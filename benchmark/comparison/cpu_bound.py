@@ -7,7 +7,6 @@ can take longer than computing does, so it is counted for itself; a later batch 
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from comparison.child import measured_by_child
 from comparison.figures import Spread, spread
 from comparison.workload import Workload, model_config
+from sgl_batch.checkpoint.tensors import tensors_of
 from sgl_batch.errors import ConfigError
 
 _SPEC = {"new_bytes": 2 << 30, "read_bytes": 1 << 30, "width": 2048, "times": 20, "kept_up_s": 2.0}
@@ -84,7 +82,7 @@ class _Elements:
     """The elements of a checkpoint's matrices, and the share of the experts that a token is sent to.
 
     `last_only`: those of the last layer that a token is sent through but do not make keys and values. A prompt's token
-    needs them only if another one is sampled from it.
+    needs them only if another one is sampled from it. `expert_bytes`: of a number of experts as it is kept in memory.
     """
 
     dense: float
@@ -92,6 +90,7 @@ class _Elements:
     head: float
     share: float
     last_only: float
+    expert_bytes: float
 
     @property
     def of_a_token(self) -> float:
@@ -102,7 +101,7 @@ class _Elements:
         chosen = self.experts * (1 - (1 - self.share) ** tokens)
         return (
             Part(flop=2 * tokens * self.dense, read_bytes=_BYTES * self.dense),
-            Part(flop=2 * tokens * self.experts * self.share, read_bytes=_BYTES * chosen),
+            Part(flop=2 * tokens * self.experts * self.share, read_bytes=self.expert_bytes * chosen),
             Part(flop=2 * tokens * self.head, read_bytes=_BYTES * self.head),
         )
 
@@ -162,24 +161,25 @@ def _seen(lengths: Sequence[int], windows: Iterable[int | None]) -> int:
 
 
 def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:
-    dense = experts = head = embedding = last_dense = last_experts = 0.0
-    last = f".layers.{config['num_hidden_layers'] - 1}."
-    for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, framework="np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                shape = tensors.get_slice(name).get_shape()
-                is_matrix = len(shape) >= 2 and not name.endswith("bias")
-                elements = float(math.prod(shape)) if is_matrix else 0.0  # some families have all experts in one tensor
-                if "embed_tokens" in name:
-                    embedding += elements
-                elif "lm_head" in name:
-                    head += elements
-                elif ".experts." in name:
-                    experts += elements
-                    last_experts += elements * (last in name)
-                else:
-                    dense += elements
-                    last_dense += elements * (last in name and not any(part in name for part in _KEYS_AND_VALUES))
+    dense = experts = head = embedding = last_dense = last_experts = expert_bytes = 0.0
+    layers = config["num_hidden_layers"]
+    last = f".layers.{layers - 1}."
+    # Matrices of a quantised checkpoint count as the floats that they stand for, and take the bytes in which they stay.
+    tensors = tensors_of(model, layers, cpu_weights="auto") if any(model.glob("*.safetensors")) else []
+    for one in tensors:
+        name, is_matrix = one.name, len(one.stored.shape) >= 2 and not one.name.endswith("bias")
+        elements = float(one.count) if is_matrix else 0.0  # some families have all experts in one tensor
+        if "embed_tokens" in name:
+            embedding += elements
+        elif "lm_head" in name:
+            head += elements
+        elif ".experts." in name:
+            experts += elements
+            expert_bytes += one.num_bytes(_BYTES) * is_matrix
+            last_experts += elements * (last in name)
+        else:
+            dense += elements
+            last_dense += elements * (last in name and not any(part in name for part in _KEYS_AND_VALUES))
     if not dense:
         raise ConfigError(f"--bound: {model} has no matrices in *.safetensors files of its own")
     share = config.get("num_experts_per_tok", 1) / (config.get("num_experts") or 1)
@@ -189,6 +189,7 @@ def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:
         head=head or embedding,
         share=share,
         last_only=last_dense + last_experts * share,
+        expert_bytes=expert_bytes / experts if experts else _BYTES,
     )
 
 
