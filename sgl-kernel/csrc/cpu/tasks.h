@@ -120,8 +120,10 @@ struct Tiles {
   Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps, int64_t first = 0) const {
     const int64_t step = divide_up(bytes, steps * count);
     const char* share = static_cast<const char*>(from) + (tile * steps + first) * step;
-    const bool alternate = rows <= kFewRows && full_rows == 0 && step == 2 * kLineBytes && core_brings_lines_between();
-    if (alternate) return {share, step, share, step};
+    const bool is_brought = rows <= kFewRows && full_rows == 0 && core_brings_lines_between();
+    if (is_brought && step == 2 * kLineBytes) return {share, step, share, step};
+    // Of fp4 a tile takes so long for a line that the core brings them all by itself.
+    if (is_brought && step < kLineBytes) return {share, 0};
     return {share, step};
   }
 
