@@ -14,8 +14,8 @@ from runners.cpu_rates import large_reads
 from kernel_rates.memory_probe import line_exchange
 from kernel_rates.shapes import Shapes
 from kernel_rates.work import Work
-from sgl_batch.layers.small_weights import int8_room
 from sgl_batch.layers.moe.cpu_experts import combined_experts
+from sgl_batch.layers.small_weights import int8_room
 from sgl_batch.memory.huge_pages import prefer_huge_pages
 
 PRODUCT, READ = "product", "read"

@@ -1,11 +1,12 @@
 """Owns quantising a checkpoint of floats, in the forms in which quantised models are published.
 
-It is for tests: numbers are rounded to the nearest, without calibration. Each form's integers are packed as its makers
-describe; compressed-tensors' by that library itself.
+It is for tests and benchmarks: numbers are rounded to the nearest, without calibration. Each form's integers are packed
+as its makers describe; compressed-tensors' by that library itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -208,3 +209,12 @@ def quantise(source: Path, target: Path, form: str) -> Path:
             tensors[name] = tensor
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     return target
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write a copy of a checkpoint whose matrices are quantised.")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path, help="a new directory")
+    parser.add_argument("form", choices=FORMS)
+    given = parser.parse_args()
+    quantise(given.source, given.target, given.form)
