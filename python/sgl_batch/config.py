@@ -97,9 +97,8 @@ class ForwardConfig:
     cpu_weight_dtype: str = _flag(
         "auto",
         "number type of weights on a CPU; model: the model's; lossless12: bfloat16 experts read as 12 bits a weight, "
-        "same tokens; auto: that on AVX512-BF16 and AMX, 4 bits where experts of bfloat16 have mxfp4's numbers alone, "
-        "same tokens, else model; int8: rounded, but not routers and the output projection: half the memory, other "
-        "tokens",
+        "same tokens; auto: mxfp4 experts in 4 bits, others as lossless12 where it pays; int8: rounded, not routers and "
+        "output projection: half the memory, other tokens",
         choices=CPU_WEIGHT_DTYPES,
     )
     cpu_activations: str = _flag(

@@ -59,7 +59,7 @@ def until(is_reached: Callable[[], Any]) -> Any:
 
 
 def test_polling_with_the_openai_client_reads_the_output_of_a_running_job(client: openai.OpenAI) -> None:
-    lines = [chat_line(f"line {n}", f"Say {n}.", max_tokens=40 * n + 1, ignore_eos=True) for n in range(8)]
+    lines = [chat_line(f"line {n}", f"Say {n}.", max_tokens=100 * n + 1, ignore_eos=True) for n in range(8)]
     lines[1]["body"]["temperature"] = -3
     batch = create(client, lines)
     seen: set[int] = set()

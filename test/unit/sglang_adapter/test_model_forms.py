@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,24 @@ class GptOssForCausalLM(nn.Module):
         experts.w2_weight_bias.weight_loader = lambda parameter, loaded, name, shard_id: parameter.data.copy_(loaded)
         layer.self_attn, layer.mlp = attention, SimpleNamespace(experts=experts)
         self.model = SimpleNamespace(layers=[layer])
+        self.loaded: list[list[str]] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.loaded.append([name for name, _ in weights])
+
+
+def test_gpt_oss_loads_a_tensor_before_the_next_one_is_read(monkeypatch):
+    model = built(SimpleNamespace(dtype=torch.bfloat16), GptOssForCausalLM(), monkeypatch)
+    read: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("a", "b", "c"):
+            assert model.loaded == [[one] for one in read]
+            read.append(name)
+            yield name, torch.zeros(1)
+
+    model.load_weights(weights())
+    assert model.loaded == [["a"], ["b"], ["c"]]
 
 
 def test_gpt_oss_loads_exact_sinks_and_a_ranks_own_experts_in_the_number_type_that_is_asked_for(monkeypatch):
