@@ -147,8 +147,9 @@ def form_of_weights(model: str, revision: str | None = None) -> QuantisedForm | 
     """
     for part in _text_configs(model, revision):
         for name in QUANTIZATION_FIELDS:
-            if isinstance(part.get(name), dict):
-                return quantised_form(part[name])
+            asked = part.get(name)
+            if isinstance(asked, dict) and asked:
+                return quantised_form(asked)
     return None
 
 

@@ -254,15 +254,16 @@ def _cpu_alone(judged: JudgedConfig) -> str | None:
             "one number with --json-model-override-args"
         )
     asked = judged.get(*QUANTIZATION_FIELDS)
-    return _quantised(asked) if isinstance(asked, Mapping) else None
+    if not asked:
+        return None
+    return _quantised(asked if isinstance(asked, Mapping) else {"quant_method": str(asked)})
 
 
 def _quantised(asked: Config) -> str | None:
     try:
         quantised_form(asked)
     except QuantisedFormError as error:
-        method = str(asked.get("quant_method", "unknown"))
-        return f"its weights are quantised by {error}: {format_of(method).cpu.note or format_of('').cpu.note}"
+        return f"its weights are quantised by {error}: {format_of('other').cpu.note}"
     return None
 
 

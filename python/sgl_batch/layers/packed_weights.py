@@ -261,11 +261,6 @@ class PackedWeights:
         return packed.scales is None and packed.marks is None and not packed.in_fp4 and not packed.reordered
 
     @property
-    def has_fp4(self) -> bool:
-        """Whether any weight is kept in 4 bits."""
-        return any(packed.in_fp4 for packed in self._packed.values())
-
-    @property
     def has_codes(self) -> bool:
         """Whether any weight is coded."""
         return any(packed.marks is not None for packed in self._packed.values())

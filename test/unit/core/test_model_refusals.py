@@ -59,7 +59,12 @@ ON_A_CPU = [
     ("Gemma3ForCausalLM", {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}, "--context-length 64"),
     ("Gemma2ForCausalLM", {"attn_logit_softcapping": 50.0}, "caps the logits"),
     ("Qwen3MoeForCausalLM", {"quantization_config": {"quant_method": "quark"}}, r"quantised by quark.*bfloat16"),
-    ("LlamaForCausalLM", {"compression_config": {"quant_method": "awq", "bits": 3}}, r"quantised by awq of 3 bits"),
+    ("Qwen3MoeForCausalLM", {"quantization_config": "int3"}, "quantised by int3, which is none of"),
+    (
+        "LlamaForCausalLM",
+        {"compression_config": {"quant_method": "awq", "bits": 3}},
+        r"quantised by awq of 3 bits, and 4 are read: a CPU takes",
+    ),
     ("HunYuanMoEV1ForCausalLM", {**HUNYUAN, **READ, "moe_intermediate_size": [16, 16]}, "one number with --json-model"),
     ("OddForCausalLM", {"head_dim": 192, "v_head_dim": 128}, "128 channels"),
 ]
