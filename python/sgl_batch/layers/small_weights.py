@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from sgl_batch.checkpoint.tensors import fp4_bytes
 from sgl_batch.memory.huge_pages import prefer_huge_pages
 
 MakeTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -28,7 +29,7 @@ def int8_room(shape: torch.Size, make: MakeTensor = new_tensor) -> tuple[torch.T
 
 def fp4_room(shape: torch.Size) -> torch.Tensor:
     """Return a tensor for the bytes of weights [B, N, K] of 4 bits, with a byte for 32 numbers [B, N, K * 17 / 32]."""
-    room = torch.empty(*shape[:-1], shape[-1] // 32 * 17, dtype=torch.uint8)
+    room = torch.empty(*shape[:-1], fp4_bytes(shape[-1]), dtype=torch.uint8)
     prefer_huge_pages(room)
     return room
 

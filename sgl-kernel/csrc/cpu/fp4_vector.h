@@ -50,15 +50,17 @@ struct Fp4Numbers {
 void decode_fp4(const uint8_t* powers, const void* words, int64_t blocks, uint16_t* to) {
   const Fp4Numbers numbers;
   const auto* from = static_cast<const uint16_t*>(words);
-  for (int64_t block = 0; block < blocks; ++block, powers += kPanel)
-    for (int quad = 0; quad < kFp4BlockK / kFp4WordK; ++quad, from += kPanel, to += 4 * kPanel)
-      for (int i = 0; i < kPanel; i += kWords) {
-        const VecW codes = load_words(from + i);
+  constexpr int kQuads = kFp4BlockK / kFp4WordK;
+  for (int64_t block = 0; block < blocks; ++block, powers += kPanel, from += kQuads * kPanel, to += kQuads * 4 * kPanel)
+    for (int i = 0; i < kPanel; i += kWords) {
+      const VecW lacks[2] = {fp4_lacks(powers + i / 2), fp4_lacks(powers + kPanel / 2 + i / 2)};
+      for (int quad = 0; quad < kQuads; ++quad) {
+        const VecW codes = load_words(from + quad * kPanel + i);
 #pragma GCC unroll 4
         for (int group = 0; group < 4; ++group)
-          store_words(to + group * kPanel + i, numbers.of(codes >> static_cast<uint16_t>(4 * group),
-                                                          fp4_lacks(powers + group % 2 * (kPanel / 2) + i / 2)));
+          store_words(to + (4 * quad + group) * kPanel + i, numbers.of(codes >> static_cast<uint16_t>(4 * group), lacks[group % 2]));
       }
+    }
 }
 
 }  // namespace

@@ -325,6 +325,22 @@ void check_coded(int64_t k) {
   }
 }
 
+// Whether products with a panel, gone through as drivers do for so many tiles, have the bits of those with the case's own panel.
+bool has_bits_of_own(const Case& given, const PackedWeight& weight, int64_t tiles) {
+  std::vector<char> spare(weight.spare_bytes(isa()));
+  ReadyPanel ready = weight.ready(0, isa(), spare.data(), tiles);
+  bool own = true;
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int first = 5 * tile, m = 7;
+    std::vector<float> found(m * kPanel);
+    ready.multiply({given.a.data() + first * given.stride, given.stride, ready.data, weight.k, m, found.data(), kPanel, false,
+                    {weight.data, 5}});
+    const auto expected = multiply(given, first, m);
+    for (int row = 0; row < m; ++row) own = own && same(&expected[row * kCStride], &found[row * kPanel]);
+  }
+  return own;
+}
+
 // As the drivers go through the tiles of a panel, coded or not.
 void check_tiles_of_a_panel(int64_t k) {
   const Case given(k, 6, false);
@@ -335,18 +351,7 @@ void check_tiles_of_a_panel(int64_t k) {
   for (const bool is_coded : {false, true})
     for (int64_t tiles = 1; tiles <= 6; ++tiles) {
       const PackedWeight weight{is_coded ? panel.data() : plain, DType::kBf16, nullptr, kPanel, k, is_coded ? &mark : nullptr};
-      std::vector<char> spare(weight.spare_bytes(isa()));
-      ReadyPanel ready = weight.ready(0, isa(), spare.data(), tiles);
-      bool own = true;
-      for (int tile = 0; tile < tiles; ++tile) {
-        const int first = 5 * tile, m = 7;
-        std::vector<float> found(m * kPanel);
-        ready.multiply({given.a.data() + first * given.stride, given.stride, ready.data, k, m, found.data(), kPanel, false,
-                        {panel.data(), 5}});
-        const auto expected = multiply(given, first, m);
-        for (int row = 0; row < m; ++row) own = own && same(&expected[row * kCStride], &found[row * kPanel]);
-      }
-      expect(own, (is_coded ? "a coded panel for " : "a panel for ") + std::to_string(tiles) + " tiles");
+      expect(has_bits_of_own(given, weight, tiles), (is_coded ? "a coded panel for " : "a panel for ") + std::to_string(tiles) + " tiles");
     }
 }
 
@@ -428,8 +433,6 @@ void break_a_rule(const std::string& rule) {
   store_tile<1>(memory.data(), 64);
 }
 
-}  // namespace
-
 // A panel of four bits as the drivers go through it: the bits of the panel of bf16.
 void check_fp4_tiles_of_a_panel(int64_t k) {
   Case given(k, 6, false);
@@ -448,20 +451,11 @@ void check_fp4_tiles_of_a_panel(int64_t k) {
   expect(pack_fp4_panel(rows.data(), k, panel.data()), "a panel of numbers of mxfp4 is packed");
   for (int64_t tiles = 1; tiles <= 4; ++tiles) {
     const PackedWeight weight{panel.data(), DType::kFp4, nullptr, kPanel, k};
-    std::vector<char> spare(weight.spare_bytes(isa()));
-    ReadyPanel ready = weight.ready(0, isa(), spare.data(), tiles);
-    bool own = true;
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int first = 5 * tile, m = 7;
-      std::vector<float> found(m * kPanel);
-      ready.multiply({given.a.data() + first * given.stride, given.stride, ready.data, k, m, found.data(), kPanel, false,
-                      {panel.data(), 5}});
-      const auto expected = multiply(given, first, m);
-      for (int row = 0; row < m; ++row) own = own && same(&expected[row * kCStride], &found[row * kPanel]);
-    }
-    expect(own, "fp4, k " + std::to_string(k) + ", " + std::to_string(tiles) + " tiles: the bits of the panel of bf16");
+    expect(has_bits_of_own(given, weight, tiles), "fp4, k " + std::to_string(k) + ", " + std::to_string(tiles) + " tiles: the bits of the panel of bf16");
   }
 }
+
+}  // namespace
 
 int main(int argc, char** argv) {
   emulated = !tiles_are_usable();

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -27,3 +27,14 @@ def same_on_any_threads(compute: Callable[[], torch.Tensor]) -> bool:
         torch.set_num_threads(threads)
         results.append(compute())
     return all(torch.equal(result, results[0]) for result in results)
+
+
+def refusals(name: str, calls: Iterable[tuple[str, Callable[[], object]]]) -> Iterator[Check]:
+    """Check that each call is refused with its message in the error."""
+    for message, call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            yield f"{name}: {message}", message in str(error)
+        else:
+            yield f"{name}: {message}: nothing was refused", False

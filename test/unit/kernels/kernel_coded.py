@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import sgl_batch_kernel as kernels
 import torch
-from kernel_checks import Check
+from kernel_checks import Check, refusals
 from kernel_products import draw_routing
 
 EXPERTS, TOP_K = 4, 2
@@ -120,10 +120,4 @@ def refused_cases() -> Iterator[Check]:
             lambda: kernels.experts(x, weight.float(), w2, *choice, w13_marks=torch.zeros(4, 1, dtype=torch.uint8)),
         ),
     )
-    for message, call in refused:
-        try:
-            call()
-        except RuntimeError as error:
-            yield f"coded: {message}", message in str(error)
-        else:
-            yield f"coded: {message}: nothing was refused", False
+    yield from refusals("coded", refused)

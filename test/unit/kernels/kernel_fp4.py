@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import sgl_batch_kernel as kernels
 import torch
-from kernel_checks import Check
+from kernel_checks import Check, refusals
 from kernel_coded import bits
 from kernel_products import draw_routing
 
@@ -119,10 +119,4 @@ def refused_cases() -> Iterator[Check]:
             lambda: kernels.experts(x, packed, packed[:, :, :17].contiguous(), *choice, w13_marks=torch.zeros(4, 1)),
         ),
     )
-    for message, call in refused:
-        try:
-            call()
-        except RuntimeError as error:
-            yield f"fp4: {message}", message in str(error)
-        else:
-            yield f"fp4: {message}: nothing was refused", False
+    yield from refusals("fp4", refused)
