@@ -61,10 +61,13 @@ def int8_rows(weight: Tensor) -> Stored:
     return {".weight": rounded.to(torch.int8), ".weight_scale": scales}
 
 
-def _by_groups(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _by_groups(weight: Tensor, bits: int, group: int, *, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return unsigned integers [outputs, inputs], zero points and scales [outputs, groups]."""
     grouped = weight.float().unflatten(1, (-1, group))
     least, most = grouped.amin(dim=2).clamp(max=0), grouped.amax(dim=2).clamp(min=0)
+    if symmetric:
+        most = torch.maximum(-least, most)
+        least = -most
     scales = ((most - least).clamp(min=1e-6) / (2**bits - 1)).to(torch.float16)
     # GPTQ's first form stores one less, in as many bits.
     zeros = (-least / scales.float()).round().clamp(1, 2**bits - 1)
@@ -80,13 +83,15 @@ def _in_words(integers: Tensor, bits: int, order: tuple[int, ...] | None = None)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def gptq(bits: int = 4, group: int = 32, *, reorder: bool = False, zero_lack: int = 1) -> Callable[[Tensor], Stored]:
+def gptq(
+    bits: int = 4, group: int = 32, *, reorder: bool = False, symmetric: bool = False, zero_lack: int = 1
+) -> Callable[[Tensor], Stored]:
     """Return what rounds as GPTQ stores matrices. `reorder`: inputs' groups are out of order (desc_act)."""
 
     def stored(weight: Tensor) -> Stored:
         inputs = weight.shape[1]
         order = torch.randperm(inputs, generator=torch.Generator().manual_seed(3)) if reorder else torch.arange(inputs)
-        integers, zeros, scales = _by_groups(weight[:, order], bits, group)
+        integers, zeros, scales = _by_groups(weight[:, order], bits, group, symmetric=symmetric)
         back, of_input = torch.empty_like(integers), torch.empty(inputs, dtype=torch.int32)
         back[:, order] = integers
         of_input[order] = (torch.arange(inputs) // group).int()
@@ -185,6 +190,7 @@ FORMS: Mapping[str, tuple[Mapping[str, Any], Callable[[Tensor], Stored]]] = {
         packed(8, None, symmetric=True),
     ),
     "gptq-4": ({**_GPTQ, "bits": 4}, gptq()),
+    "gptq-4-128": ({**_GPTQ, "bits": 4, "group_size": 128, "sym": True}, gptq(group=128, symmetric=True)),
     "gptq-4-reordered": ({**_GPTQ, "bits": 4, "desc_act": True}, gptq(reorder=True)),
     "gptq-8-v2": ({**_GPTQ, "bits": 8, "checkpoint_format": "gptq_v2"}, gptq(8, zero_lack=0)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq),
@@ -196,18 +202,23 @@ _STACKED = re.compile(r"experts\.(gate_up|down)_proj$")
 def quantise(source: Path, target: Path, form: str) -> Path:
     """Write a copy of the checkpoint `source` whose matrices are rounded in one of FORMS. Returns `target`."""
     asked, stored_of = FORMS[form]
-    shutil.copytree(source, target)
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": asked}, indent=2))
     rounded = _STACKED if form == "mxfp4" else ROUNDED
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        if rounded.search(name):
-            begin = name.removesuffix(".weight")
-            tensors |= {begin + end: part.contiguous() for end, part in stored_of(tensor).items()}
-        else:
-            tensors[name] = tensor
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    file_of: dict[str, str] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in load_file(file).items():
+            if rounded.search(name):
+                begin = name.removesuffix(".weight")
+                tensors |= {begin + end: part.contiguous() for end, part in stored_of(tensor).items()}
+            else:
+                tensors[name] = tensor
+        save_file(tensors, target / file.name, {"format": "pt"})
+        file_of |= dict.fromkeys(tensors, file.name)
+    if len(set(file_of.values())) > 1:
+        (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
     return target
 
 

@@ -19,9 +19,33 @@ from sgl_batch.errors import ConfigError
 # Numbers of a block of mxfp4, which have one scale, and numbers of a byte.
 MXFP4_BLOCK, _MXFP4_PER_BYTE = 32, 2
 WORD_BITS = 32
+_MOST_FOUR_BITS = 4
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 # Scales of activations and of KV, which floats do not need.
+_OF_EXPERTS = re.compile(r"^(.*\.experts)\.")
 _OF_ACTIVATIONS = re.compile(r"\.(input_scale|input_zero_point|output_scale|activation_scale|[qkv]_scale)$")
+
+
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """A form in which a CPU keeps numbers of bfloat16 in 4 bits: how many neighbours share a scale, and its bytes."""
+
+    group: int
+    scale_bytes: int
+
+    def num_bytes(self, count: int) -> int:
+        """Return the bytes of so many numbers, whole groups."""
+        return count // 2 + count // self.group * self.scale_bytes
+
+
+MXFP4_BITS = FourBits(MXFP4_BLOCK, 1)
+# Integers whose zero point is in the scale's word. Larger groups are several of these.
+INTEGER_BITS = tuple(FourBits(group, 4) for group in (128, 64, 32))
+
+
+def integer_bits(group: int) -> FourBits | None:
+    """Return the form for integers of which `group` neighbours share a scale; None if there is none."""
+    return next((bits for bits in INTEGER_BITS if group % bits.group == 0), None)
 
 
 class Kind(StrEnum):
@@ -74,6 +98,18 @@ class QuantisedMatrix:
         """What the names of its tensors begin with."""
         return self.name.removesuffix(".weight")
 
+    @property
+    def four_bits(self) -> FourBits | None:
+        """The form in which its numbers, where they are experts', stay in 4 bits in memory; None if there is none."""
+        whole = all(size % MXFP4_BLOCK == 0 for size in self.shape[1:])
+        if self.kind is Kind.MXFP4:
+            return MXFP4_BITS if whole else None
+        if not 0 < self.bits <= _MOST_FOUR_BITS or self.shape[0] % MXFP4_BLOCK or ".weight_g_idx" in self.parts:
+            return None
+        scales = self.parts[".weight_scale" if self.kind is Kind.PACKED else ".scales"].shape
+        groups = scales[1 if self.kind is Kind.PACKED else 0]
+        return integer_bits(self.shape[1] // groups) if self.shape[1] % groups == 0 else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedTensors:
@@ -94,13 +130,21 @@ class QuantisedTensors:
         return {one.begin + end: (name, end) for name, one in self.matrices.items() for end in one.parts}
 
     @property
-    def fours(self) -> frozenset[str]:
-        """Names of the matrices whose numbers the CPU's kernels also take in 4 bits: of whole blocks and panels."""
-        return frozenset(
-            name
-            for name, one in self.matrices.items()
-            if one.kind is Kind.MXFP4 and all(size % MXFP4_BLOCK == 0 for size in one.shape[1:])
-        )
+    def fours(self) -> dict[str, FourBits]:
+        """Names of experts' matrices whose numbers a CPU keeps in 4 bits, and how: those of a layer alike."""
+        layers: dict[str, list[QuantisedMatrix]] = {}
+        for name, one in self.matrices.items():
+            experts = _OF_EXPERTS.match(name)
+            if experts is not None:
+                layers.setdefault(experts[1], []).append(one)
+        found = {}
+        for matrices in layers.values():
+            forms = [None if self.form.reordered else one.four_bits for one in matrices]
+            known = [form for form in forms if form is not None]
+            if len(known) == len(forms):
+                smallest = min(known, key=lambda form: form.group)
+                found |= {one.name: smallest for one in matrices}
+        return found
 
     def as_floats(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the tensors of a checkpoint with its matrices as they are in bfloat16. Their bytes are in no file."""

@@ -25,14 +25,16 @@ class QuantisedForm:
         method: As the config names it.
         block: Rows and columns of a block with one scale, of matrices of 8 bits; None where none has blocks.
         zero_lack: What is added to GPTQ's stored zero points.
-        integers: Of compressed-tensors' packed integers, by group of layers: bits, and how many inputs share a scale;
-            None for all of a row.
+        integers: Of packed integers, by group of layers: bits, and how many inputs share a scale; None for all of a
+            row. GPTQ and AWQ have one such group; the tensors' shapes say the same.
+        reordered: Whether inputs that share a scale need not be neighbours (GPTQ's desc_act).
     """
 
     method: str
     block: tuple[int, int] | None = None
     zero_lack: int = 0
     integers: tuple[tuple[int, int | None], ...] = ()
+    reordered: bool = False
 
 
 class QuantisedFormError(ValueError):
@@ -67,7 +69,12 @@ def _gptq(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
         raise QuantisedFormError(f"{method} laid out for one GPU kernel (checkpoint_format {layout!r})")
     if bits not in _WHOLE_BITS:
         raise QuantisedFormError(f"{method} of {bits} bits, which is none of {_WHOLE_BITS}")
-    return QuantisedForm(method=method, zero_lack=_GPTQ_LAYOUTS[layout])
+    return QuantisedForm(
+        method=method,
+        zero_lack=_GPTQ_LAYOUTS[layout],
+        integers=((int(bits), _group_size(asked)),),
+        reordered=bool(asked.get("desc_act")),
+    )
 
 
 def _awq(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
@@ -78,7 +85,7 @@ def _awq(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
         )
     if bits != _AWQ_BITS:
         raise QuantisedFormError(f"{method} of {bits} bits, and {_AWQ_BITS} are read")
-    return QuantisedForm(method=method)
+    return QuantisedForm(method=method, integers=((_AWQ_BITS, _group_size(asked)),))
 
 
 def _compressed(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
@@ -97,11 +104,16 @@ def _compressed(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
         if one.get("strategy") == "block":
             blocks.add(_pair(one["block_structure"]))
         if one.get("type") == "int":
-            size = one.get("group_size")
-            integers.append((int(one["num_bits"]), int(size) if size and size > 0 else None))
+            integers.append((int(one["num_bits"]), _group_size(one)))
     if len(blocks) > 1:
         raise QuantisedFormError(f"{method} of blocks of several sizes")
     return QuantisedForm(method=method, block=next(iter(blocks), None), integers=tuple(integers))
+
+
+def _group_size(asked: Mapping[str, Any]) -> int | None:
+    """Return how many inputs share a scale; None for all of a row."""
+    size = asked.get("group_size")
+    return int(size) if size and size > 0 else None
 
 
 def _pair(value: Any) -> tuple[int, int] | None:

@@ -20,16 +20,16 @@ from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.column_split import ColumnSplit, PassSplit
 from sgl_batch.layers.moe import cpu_experts
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
-from sgl_batch.layers.small_weights import fp4_room, from_int8, int8_room, new_tensor
+from sgl_batch.layers.small_weights import FOUR_BIT_FORMS, FourBitForm, from_int8, int8_room, new_tensor
 
 PANEL = 32
 """Columns of a panel of a packed weight; the last panel has the remaining ones (sgl-kernel/csrc/cpu/gemm.h)."""
 
 
 class _Form(Enum):
-    """What becomes of a weight's numbers. FP4 and CODED are exact, for weights that have such a form."""
+    """What becomes of a weight's numbers. FOUR_BITS and CODED are exact, for weights that have such a form."""
 
-    PLAIN, INT8, CODED, FP4 = "plain", "int8", "coded", "fp4"
+    PLAIN, INT8, CODED, FOUR_BITS = "plain", "int8", "coded", "four_bits"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,8 +49,8 @@ class _Packed:
     marks: torch.Tensor | None = None
     in_quads: bool = False
     """Whether int8 matrices are packed to meet int8 rows."""
-    in_fp4: bool = False
-    """Whether the matrices are numbers of 4 bits, of which `weight` holds the bytes."""
+    four_bits: FourBitForm | None = None
+    """The form of matrices in 4 bits, whose data `weight` holds; None for others."""
     reordered: bool = False
     """Whether the rows of each expert's gate and up alternate in the plain order."""
 
@@ -66,8 +66,8 @@ class PackedWeights:
     operators compute everything. `int8`: round weights to int8, which halves or quarters their memory, except weights
     that are added as `exact`. A rounded tensor changes its number type. `int8_rows`: also round the rows that meet
     rounded weights, so that products are of int8 with int8. `coded`: code experts' weights of bf16, of which
-    products then read 12 bits each, without loss. `fp4`: keep experts' weights of bf16 whose numbers are all those of
-    mxfp4 in 4 bits and an eighth, without loss; their tensors then hold bytes.
+    products then read 12 bits each, without loss. `four_bits`: keep experts' weights of bf16 whose numbers are all those
+    of mxfp4, or integers of 4 bits times scales of groups, in little more than 4 bits, without loss.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class PackedWeights:
         int8: bool = False,
         int8_rows: bool = False,
         coded: bool = False,
-        fp4: bool = False,
+        four_bits: bool = False,
     ) -> None:
         assert int8 or not int8_rows, "int8 rows meet int8 weights"
-        assert not (int8 and (coded or fp4)), "int8 weights have no codes"
+        assert not (int8 and (coded or four_bits)), "int8 weights have no codes"
         self._kernels = kernels
-        self._int8, self._int8_rows, self._coded, self._fp4 = int8, int8_rows, coded, fp4
+        self._int8, self._int8_rows, self._coded, self._four_bits = int8, int8_rows, coded, four_bits
         self._packed: dict[int, _Packed] = {}
         self._arena: SharedArena | None = None
         self.split = PassSplit()
@@ -135,8 +135,8 @@ class PackedWeights:
             form = _Form.PLAIN
             if self._int8 and not exact and (self._int8_rows or inputs % 2 == 0):
                 form = _Form.INT8
-            elif is_bf16 and self._fp4 and outputs % PANEL == inputs % PANEL == 0:
-                form = _Form.FP4
+            elif is_bf16 and self._four_bits and outputs % PANEL == inputs % PANEL == 0:
+                form = _Form.FOUR_BITS
             elif is_bf16 and self._coded:
                 form = _Form.CODED
             group.append(
@@ -156,34 +156,40 @@ class PackedWeights:
         for packed in group:
             if packed.reordered:
                 _reorder(packed.weight.data, in_halves)
-        for packed, bytes_BNK in zip(group, self._in_fp4(group), strict=True):
-            if bytes_BNK is None:
+        small = self._in_four_bits(group)
+        for index, packed in enumerate(group):
+            if small is None:
                 self._put_alone(packed)
             else:
-                packed.weight.data, packed.in_fp4 = bytes_BNK.view(*packed.weight.shape[:-1], -1), True
+                packed.four_bits, made = small
+                packed.weight.data = made[index].view(*packed.weight.shape[:-1], -1)
             self._packed[packed.weight.data_ptr()] = packed
 
-    def _in_fp4(self, group: list[_Packed]) -> Sequence[torch.Tensor | None]:
-        """Return the bytes of the weights of a group; None for each if not all of them have that form."""
+    def _in_four_bits(self, group: list[_Packed]) -> tuple[FourBitForm, list[torch.Tensor]] | None:
+        """Return the first form that all weights of a group have, and their data in it; None if there is none."""
         assert self._kernels is not None, "without kernels nothing is packed"
-        none = [None] * len(group)
-        if any(packed.form is not _Form.FP4 for packed in group):
-            return none
-        made = []
-        for packed in group:
-            panel = packed.matrices[:1, :PANEL]  # most weights of other numbers differ there
-            if not self._kernels.pack_fp4_(panel, fp4_room(panel.shape)):
-                return none
-            made.append(fp4_room(packed.matrices.shape))
-            if not self._kernels.pack_fp4_(packed.matrices, made[-1]):
-                return none
-        return made
+        if any(packed.form is not _Form.FOUR_BITS for packed in group):
+            return None
+        for form in FOUR_BIT_FORMS:
+            made: list[torch.Tensor] = []
+            # Most weights of other numbers differ in the first panel.
+            panels = [packed.matrices[:1, :PANEL] for packed in group]
+            fit = all(packed.shape[2] % form.bits.group == 0 for packed in group)
+            if not fit or not all(form.pack(self._kernels, panel, form.room(panel.shape)) for panel in panels):
+                continue
+            for packed in group:
+                made.append(form.room(packed.matrices.shape))
+                if not form.pack(self._kernels, packed.matrices, made[-1]):
+                    break
+            else:
+                return form, made
+        return None
 
     def _put_alone(self, packed: _Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         arena = self._arena if self._arena is not None and packed.weight in self._arena else None
         # What has no numbers of 4 bits has codes, where they are wanted.
-        coded = packed.form is _Form.CODED or (packed.form is _Form.FP4 and self._coded)
+        coded = packed.form is _Form.CODED or (packed.form is _Form.FOUR_BITS and self._coded)
         assert arena is None or not coded, "each rank codes its own experts"
         is_ours = arena is None or arena.takes(packed.weight.nbytes)
         if packed.form is _Form.INT8:
@@ -204,9 +210,9 @@ class PackedWeights:
     def _take(self, packed: _Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         del self._packed[packed.weight.data_ptr()]
-        if packed.in_fp4:
-            plain = self._kernels.unpack_fp4(packed.matrices)
-            packed.weight.data, packed.in_fp4 = plain.view(*packed.weight.shape[:-1], -1), False
+        if packed.four_bits is not None:
+            plain = packed.four_bits.unpack(self._kernels, packed.matrices, packed.shape[2])
+            packed.weight.data, packed.four_bits = plain.view(*packed.weight.shape[:-1], -1), None
         else:
             self._take_alone(packed)
         if packed.reordered:
@@ -258,7 +264,7 @@ class PackedWeights:
     def is_plain_number(self, experts: torch.Tensor) -> bool:
         """Return whether packed weights of experts are neither rounded nor coded nor those of clamped ones."""
         packed = self._packed[experts.data_ptr()]
-        return packed.scales is None and packed.marks is None and not packed.in_fp4 and not packed.reordered
+        return packed.scales is None and packed.marks is None and packed.four_bits is None and not packed.reordered
 
     @property
     def has_codes(self) -> bool:

@@ -6,10 +6,12 @@ packed_weights decides which weights take which form; the native kernels make it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
-from sgl_batch.checkpoint.tensors import fp4_bytes
+from sgl_batch.checkpoint.quantised import INTEGER_BITS, MXFP4_BITS, FourBits
 from sgl_batch.memory.huge_pages import prefer_huge_pages
 
 MakeTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -27,11 +29,38 @@ def int8_room(shape: torch.Size, make: MakeTensor = new_tensor) -> tuple[torch.T
     return rounded, scales
 
 
-def fp4_room(shape: torch.Size) -> torch.Tensor:
-    """Return a tensor for the bytes of weights [B, N, K] of 4 bits, with a byte for 32 numbers [B, N, K * 17 / 32]."""
-    room = torch.empty(*shape[:-1], fp4_bytes(shape[-1]), dtype=torch.uint8)
-    prefer_huge_pages(room)
-    return room
+@dataclass(frozen=True, slots=True)
+class FourBitForm:
+    """A form of 4 bits of matrices [B, N, K] of bfloat16, for those whose numbers it gives exactly.
+
+    Attributes:
+        bits: How many neighbours of a row share a scale.
+        dtype: The number type of the tensors that hold it.
+    """
+
+    bits: FourBits
+    dtype: torch.dtype
+
+    def room(self, shape: torch.Size) -> torch.Tensor:
+        """Return a tensor [B, N, any] for matrices [B, N, K]."""
+        room = torch.empty(*shape[:-1], self.bits.num_bytes(shape[-1]) // self.dtype.itemsize, dtype=self.dtype)
+        prefer_huge_pages(room)
+        return room
+
+    def pack(self, kernels: ModuleType, matrices: torch.Tensor, room: torch.Tensor) -> bool:
+        """Fill `room`; return False if the numbers have no such form."""
+        pack: Callable[..., bool] = kernels.pack_fp4_ if self is MXFP4 else kernels.pack_int4_
+        return pack(matrices, room)
+
+    def unpack(self, kernels: ModuleType, packed: torch.Tensor, inputs: int) -> torch.Tensor:
+        """Return the matrices [B, N, inputs]."""
+        plain: torch.Tensor = kernels.unpack_fp4(packed) if self is MXFP4 else kernels.unpack_int4(packed, inputs)
+        return plain
+
+
+MXFP4 = FourBitForm(MXFP4_BITS, torch.uint8)
+FOUR_BIT_FORMS = (MXFP4, *(FourBitForm(bits, torch.int32) for bits in INTEGER_BITS))
+"""In the order in which they are tried: the smallest first."""
 
 
 def from_int8(rounded_BNK: torch.Tensor, scales_BN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

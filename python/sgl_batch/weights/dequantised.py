@@ -34,6 +34,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 # Dummy weights are no larger than SGLang's.
 _DUMMY_POWER = _E8M0_BIAS - 12
+_DUMMY_SCALES = (2.0**-11, 1.25 * 2.0**-11)
+_FOUR = 4
 # AWQ's words hold the integers of eight neighbouring outputs in this order.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -114,13 +116,20 @@ class Dequantised:
 def draw_numbers(form: QuantisedForm, out: Tensor) -> None:
     """Fill experts' matrices [experts, outputs, inputs] with random numbers that the form has exactly.
 
-    Only numbers of mxfp4 have a form of their own in memory; of other forms `out` stays as it is.
+    Only numbers that stay in 4 bits in memory matter; of other forms `out` stays as it is.
     """
-    if form.method != Kind.MXFP4 or out.dim() != 3 or out.shape[2] % MXFP4_BLOCK:
+    if out.dim() != 3:
         return
-    shape = *out.shape[:2], out.shape[2] // MXFP4_BLOCK
-    blocks = torch.randint(0, 256, (*shape, MXFP4_BLOCK // 2), dtype=torch.uint8)
-    mxfp4_floats(blocks, torch.full(shape, _DUMMY_POWER, dtype=torch.uint8), out)
+    if form.method == Kind.MXFP4 and out.shape[2] % MXFP4_BLOCK == 0:
+        shape = *out.shape[:2], out.shape[2] // MXFP4_BLOCK
+        blocks = torch.randint(0, 256, (*shape, MXFP4_BLOCK // 2), dtype=torch.uint8)
+        mxfp4_floats(blocks, torch.full(shape, _DUMMY_POWER, dtype=torch.uint8), out)
+    elif form.integers and not form.reordered and all(bits <= _FOUR for bits, _ in form.integers):
+        # Neighbouring groups have scales of their own, so that they do not fit in a larger one.
+        groups = torch.arange(out.shape[2]) // (form.integers[0][1] or out.shape[2])
+        scales = torch.where(groups % 2 == 0, *_DUMMY_SCALES).to(out.dtype)
+        for expert in out:
+            expert.copy_(torch.randint(-8, 8, expert.shape, dtype=torch.int8)).mul_(scales)
 
 
 class _Scratch:

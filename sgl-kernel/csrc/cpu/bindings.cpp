@@ -131,15 +131,17 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x is ", x.sizes(), " with strides ", x.strides(), "; rows are contiguous");
   check(w13, 3, "w13");
   check(w2, 3, "w2");
-  const int64_t tokens = x.size(0), hidden = x.size(1), num_slots = w13.size(0), inter = inputs_of(w2, w2.size(2));
-  TORCH_CHECK(w13.size(1) == 2 * inter && inputs_of(w13, w13.size(2)) == hidden, "w13 is ", w13.sizes(), ", not [", num_slots, ", ",
+  const int64_t tokens = x.size(0), hidden = x.size(1), num_slots = w13.size(0);
+  const bool in_words = w13.scalar_type() == at::kInt;  // of which int4_dtype_of checks the inputs
+  const int64_t inter = in_words ? w13.size(1) / 2 : inputs_of(w2, w2.size(2));
+  TORCH_CHECK(w13.size(1) == 2 * inter && (in_words || inputs_of(w13, w13.size(2)) == hidden), "w13 is ", w13.sizes(), ", not [", num_slots, ", ",
               2 * inter, ", ", hidden, "]");
   TORCH_CHECK(w2.size(0) == num_slots && w2.size(1) == hidden, "w2 is ", w2.sizes(), ", not [", num_slots, ", ", hidden,
               ", ", inter, "]");
   const int32_t* slot_of = slots_in(slots, num_slots);
   const int64_t num_experts = slots.has_value() ? slots->size(0) : num_slots;
-  TORCH_CHECK(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
-  TORCH_CHECK(w13.scalar_type() != at::kByte || (fp4_takes(inter, hidden) && fp4_takes(hidden, inter)), "w13 is fp4 for ", hidden,
+  const DType w_dtype = expert_dtype_of(w13, hidden, w2, inter);
+  TORCH_CHECK(w_dtype != DType::kFp4 || (fp4_takes(inter, hidden) && fp4_takes(hidden, inter)), "w13 is fp4 for ", hidden,
               " inputs and ", inter, " between; use multiples of ", kFp4BlockK);
   check_choices(topk_weights, topk_ids, tokens);
   TORCH_CHECK(alpha.has_value() == limit.has_value(), "alpha and limit are given together");
@@ -148,7 +150,7 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
   auto rows_per_expert = at::zeros({num_experts}, x.options().dtype(at::kLong));
   const ExpertsCall call{tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"),
-                         w13.data_ptr(), w2.data_ptr(), expert_dtype_of(w13, "w13"),
+                         w13.data_ptr(), w2.data_ptr(), w_dtype,
                          scales_of(w13, w13_scales, num_slots * 2 * inter, "w13"),
                          scales_of(w2, w2_scales, num_slots * hidden, "w2"), topk_weights.data_ptr<float>(),
                          topk_ids.data_ptr<int32_t>(), out.data_ptr(), dtype_of(out, "out"), rows_per_expert.data_ptr<int64_t>(),

@@ -20,7 +20,7 @@ class Experts {
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.w_dtype)),
         tile_(isa_.tile(call.w_dtype)),
-        block_rows_(rows_per_block(tile_.cut, 2 * call.hidden, call.w13_marks != nullptr || call.w_dtype == DType::kFp4)),
+        block_rows_(rows_per_block(tile_.cut, 2 * call.hidden, call.w13_marks != nullptr || has_four_bits(call.w_dtype))),
         plan_(call, cut()),
         rows_(plan_.routing().rows.data()) {
     for (const Block& block : plan_.blocks())

@@ -9,6 +9,7 @@
 #include "amx_panels.h"
 #include "coded.h"
 #include "fp4.h"
+#include "int4.h"
 
 namespace sgl_batch {
 namespace {
@@ -80,6 +81,27 @@ struct PanelFp4 {
 
   const uint8_t* powers;
   const uint8_t* words;
+};
+
+// Likewise. Groups of int4 have whole blocks.
+struct PanelInt4 {
+  static constexpr int64_t kBytes = 2 * 2 * kPanel / kInt4WordK;
+  static_assert(kSteps * 2 == kInt4BlockK);
+  explicit PanelInt4(const Tile& tile)
+      : blocks(static_cast<int>(tile.base / kInt4BlockK)),
+        scales(static_cast<const uint32_t*>(tile.panel)),
+        words(static_cast<const char*>(tile.panel) + int4_scale_bytes(tile.k, tile.base)) {}
+  const char* block(const char*, char* copied) {
+    kAvx512Bf16.decode_int4(scales, words, kInt4BlockK, kInt4BlockK, reinterpret_cast<uint16_t*>(copied));
+    words += kSteps * kBytes;
+    if (++done == blocks) done = 0, scales += kPanel;
+    return copied;
+  }
+  void copy(const char*, int64_t, char*) {}  // k leaves no rest
+
+  int blocks, done = 0;  // of a group
+  const uint32_t* scales;
+  const char* words;
 };
 
 inline int64_t block_bytes(const Tile& tile) { return tile.a_block == 0 ? kTileRowBytes : tile.a_block; }
@@ -175,6 +197,7 @@ constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_two = run_two,
                                         .run_coded = run<PanelCoded>,
                                         .run_fp4 = run<PanelFp4>,
+                                        .run_int4 = run<PanelInt4>,
                                         .run_kept = nullptr,
                                         .run_kept_half = nullptr,
                                         .cut = kCut,

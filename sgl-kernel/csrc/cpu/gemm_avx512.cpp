@@ -4,7 +4,7 @@
 #define SGL_BATCH_LANES 16
 #define SGL_BATCH_ROWS 12
 #include "coded_tile_avx512.h"
-#include "fp4_tile_avx512.h"
+#include "fours_tile_avx512.h"
 #include "gemm_vector.h"
 #include "softmax_avx512.h"
 
@@ -57,12 +57,15 @@ struct F32Weights {
 template <int M>
 struct TileCodedWidened : TileCoded<CodedWidened, M> {};
 template <int M>
-struct TileFp4Widened : TileFp4<CodedWidened, M> {};
+struct TileFp4Widened : TileFours<CodedWidened, PanelOfFp4, M> {};
+template <int M>
+struct TileInt4Widened : TileFours<CodedWidened, PanelOfInt4, M> {};
 
 }  // namespace
 
 constinit const Isa kAvx512 =
-    isa_with("avx512", false, widening_kernel(by_rows<TileCodedWidened, kRows>, by_rows<TileFp4Widened, kRows>),
+    isa_with("avx512", false,
+             widening_kernel(by_rows<TileCodedWidened, kRows>, by_rows<TileFp4Widened, kRows>, by_rows<TileInt4Widened, kRows>),
              coarse_softmax_step<F32Weights>);
 }  // namespace sgl_batch
 #endif

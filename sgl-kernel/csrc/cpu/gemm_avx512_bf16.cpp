@@ -8,7 +8,7 @@
 #define SGL_BATCH_TO_BF16(value) _mm512_cvtneps_pbh((__m512)(value))
 #define SGL_BATCH_TWO_TO_BF16(first, second) _mm512_cvtne2ps_pbh((__m512)(second), (__m512)(first))
 #include "coded_tile_avx512.h"
-#include "fp4_tile_avx512.h"
+#include "fours_tile_avx512.h"
 #include "gemm_vector.h"
 #include "softmax_avx512.h"
 
@@ -89,7 +89,9 @@ struct CodedPairs {
 template <int M>
 struct TileCodedPairs : TileCoded<CodedPairs, M> {};
 template <int M>
-struct TileFp4Pairs : TileFp4<CodedPairs, M> {};
+struct TileFp4Pairs : TileFours<CodedPairs, PanelOfFp4, M> {};
+template <int M>
+struct TileInt4Pairs : TileFours<CodedPairs, PanelOfInt4, M> {};
 // Weights of a softmax as pairs.
 struct Bf16Weights {
   using Number = uint16_t;
@@ -115,7 +117,7 @@ constinit const Isa kAvx512Bf16 =
     isa_with("avx512_bf16", true,
              kernel_of(by_rows<TileBf16Pairs, kRows>, by_rows<TileI8Pairs, kRows>, by_rows<TileHalfPairs, kRows>,
                        by_rows<TileBf16Pairs, kRows>, by_rows<TileCodedPairs, kRows>, by_rows<TileBf16Pairs, kRows>, nullptr,
-                       by_rows<TileFp4Pairs, kRows>),
+                       by_rows<TileFp4Pairs, kRows>, by_rows<TileInt4Pairs, kRows>),
              coarse_softmax_step<Bf16Weights>);
 }  // namespace sgl_batch
 #endif

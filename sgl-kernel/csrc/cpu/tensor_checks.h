@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "gemm.h"
+#include "int4.h"
 
 namespace sgl_batch {
 
@@ -20,9 +21,22 @@ inline DType weight_dtype_of(const at::Tensor& tensor, const char* name) {
   return tensor.scalar_type() == at::kChar ? DType::kI8 : dtype_of(tensor, name);
 }
 
-// Of experts' weights, which may be fp4, too: bytes.
-inline DType expert_dtype_of(const at::Tensor& tensor, const char* name) {
-  return tensor.scalar_type() == at::kByte ? DType::kFp4 : weight_dtype_of(tensor, name);
+// Of int4: words of 32 bits, as many as k numbers of a row need with the scales of their groups.
+inline DType int4_dtype_of(const at::Tensor& tensor, int64_t k, const char* name) {
+  TORCH_CHECK(tensor.scalar_type() == at::kInt, name, " is ", tensor.scalar_type(), "; int4 is int32");
+  for (const DType dtype : {DType::kInt4By128, DType::kInt4By64, DType::kInt4By32})
+    if (k % int4_group(dtype) == 0 && tensor.size(-1) * 4 == packed_bytes(dtype, k)) return dtype;
+  TORCH_CHECK(false, name, " is ", tensor.sizes(), ", whose rows are no int4 of ", k, " inputs in groups of 32, 64 or 128");
+}
+// Of experts' weights, which may have four bits a number, too: bytes of fp4, words of int4.
+inline DType expert_dtype_of(const at::Tensor& w13, int64_t hidden, const at::Tensor& w2, int64_t inter) {
+  TORCH_CHECK(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
+  if (w13.scalar_type() == at::kByte) return DType::kFp4;
+  if (w13.scalar_type() != at::kInt) return weight_dtype_of(w13, "w13");
+  const DType dtype = int4_dtype_of(w13, hidden, "w13");
+  TORCH_CHECK(int4_dtype_of(w2, inter, "w2") == dtype, "w13 is ", w13.sizes(), " but w2 ", w2.sizes(),
+              ", which is int4 with groups of another size");
+  return dtype;
 }
 // How many inputs a matrix of so many numbers, or bytes, a row has.
 inline int64_t inputs_of(const at::Tensor& weight, int64_t columns) {

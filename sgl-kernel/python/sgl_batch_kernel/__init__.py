@@ -18,13 +18,15 @@ from .weight_forms import copy_past_caches_ as copy_past_caches_
 from .weight_forms import pack_ as pack_
 from .weight_forms import pack_coded_ as pack_coded_
 from .weight_forms import pack_fp4_ as pack_fp4_
+from .weight_forms import pack_int4_ as pack_int4_
 from .weight_forms import round_to_int8_ as round_to_int8_
 from .weight_forms import uncode_ as uncode_
 from .weight_forms import unpack_ as unpack_
 from .weight_forms import unpack_fp4 as unpack_fp4
+from .weight_forms import unpack_int4 as unpack_int4
 from .weight_forms import widen_mxfp4_ as widen_mxfp4_
 
-INTERFACE = 14
+INTERFACE = 15
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -92,7 +94,8 @@ def experts(
     `w13_bias` [E, 2I], gates first, and `w2_bias` [E, M], float32, are added to the products. With `alpha` and `limit`
     an expert computes g * sigmoid(alpha * g) * (u + 1) in place of SiLU(gate) * up, where g is gate up to limit, and u
     is up between -limit and limit.
-    Weights that `pack_fp4_` has packed, uint8 [E, 2I, M * 17 / 32] and [E, M, I * 17 / 32], give the bits of bf16.
+    Weights that `pack_fp4_` has packed, uint8 [E, 2I, M * 17 / 32] and [E, M, I * 17 / 32], give the bits of bf16, and
+    so do those of `pack_int4_`, int32 [E, 2I, M / 8 + M / group] and [E, M, I / 8 + I / group].
     `w13_marks` [2E, panels of I] and `w2_marks` [E, panels of M] are those that `pack_coded_` returned where it has
     packed the weight; results have the bits of the weight as it was.
     """

@@ -56,6 +56,23 @@ def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
     return plain
 
 
+def pack_int4_(weight: torch.Tensor, packed: torch.Tensor) -> bool:
+    """Pack plain matrices [B, N, K] of bf16, N a multiple of 32 and K of `group`, that are rounded integers of 4 bits.
+
+    Of each output, `group` neighbouring inputs, 32, 64 or 128, are then scale * (integer - zero point), rounded to bf16.
+    `packed`: int32 [B, N, K / 8 + K / group], whose size gives the group. Returns False where numbers are none of these;
+    what `packed` holds is then undefined.
+    """
+    exact: bool = _ops.pack_int4_(weight, packed)
+    return exact
+
+
+def unpack_int4(packed: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Return the plain matrices [B, N, inputs] of bf16 that `pack_int4_` has packed, but for the sign of zeros."""
+    plain: torch.Tensor = _ops.unpack_int4(packed, inputs)
+    return plain
+
+
 def widen_mxfp4_(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Take rows of mxfp4 to `out`, bf16 [N, K], K a multiple of 32, as they lie in checkpoints.
 

@@ -1,0 +1,60 @@
+// Owns the operators in int4 as torch sees them: shapes and number types are checked here, nothing is computed.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "int4.h"
+#include "tasks.h"
+#include "tensor_checks.h"
+
+namespace sgl_batch {
+namespace {
+
+// [B, N, K] of bf16 beside the words of its int4. Calls each(plain panel, packed panel, k, group).
+template <typename Each>
+void each_int4_panel(const at::Tensor& plain, const at::Tensor& packed, const Each& each) {
+  check(plain, 3, "weight");
+  check(packed, 3, "packed");
+  const int64_t n = plain.size(1), k = plain.size(2), panels = n / kPanel;
+  TORCH_CHECK(plain.scalar_type() == at::kBFloat16 && n > 0 && k > 0 && n % kPanel == 0 && k % kInt4BlockK == 0, "weight is ",
+              plain.scalar_type(), plain.sizes(), "; int4 takes bfloat16 of multiples of ", kPanel, " outputs and ", kInt4BlockK,
+              " inputs");
+  const DType dtype = int4_dtype_of(packed, k, "packed");
+  TORCH_CHECK(packed.size(0) == plain.size(0) && packed.size(1) == n, "packed is ", packed.sizes(), " for a weight ", plain.sizes());
+  auto* numbers = static_cast<uint16_t*>(plain.data_ptr());
+  auto* bytes = static_cast<char*>(packed.data_ptr());
+  run_tasks(plain.size(0) * panels, [&](int64_t panel, int) {
+    each(numbers + panel * kPanel * k, bytes + packed_bytes(dtype, panel * kPanel * k), k, int4_group(dtype));
+  });
+}
+
+bool pack_int4(const at::Tensor& weight, at::Tensor packed) {
+  std::atomic<bool> fits = true;
+  each_int4_panel(weight, packed, [&fits](const uint16_t* plain, void* panel, int64_t k, int64_t group) {
+    if (fits.load(std::memory_order_relaxed) && !pack_int4_panel(plain, k, group, panel)) fits.store(false, std::memory_order_relaxed);
+  });
+  return fits;
+}
+
+at::Tensor unpack_int4(const at::Tensor& packed, int64_t k) {
+  check(packed, 3, "packed");
+  auto plain = at::empty({packed.size(0), packed.size(1), k}, packed.options().dtype(at::kBFloat16));
+  each_int4_panel(plain, packed,
+                  [](uint16_t* numbers, const void* panel, int64_t inputs, int64_t group) { unpack_int4_panel(panel, inputs, group, numbers); });
+  return plain;
+}
+
+}  // namespace
+}  // namespace sgl_batch
+
+TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
+  library.def("pack_int4_(Tensor weight, Tensor(a!) packed) -> bool");
+  library.def("unpack_int4(Tensor packed, int inputs) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
+  library.impl("pack_int4_", sgl_batch::pack_int4);
+  library.impl("unpack_int4", sgl_batch::unpack_int4);
+}

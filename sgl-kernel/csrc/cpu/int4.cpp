@@ -1,0 +1,201 @@
+#include "int4.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "clones.h"
+
+namespace sgl_batch {
+namespace {
+
+constexpr int kMostGroup = 128;
+constexpr uint32_t kHalfStep = 0x8000;  // of bf16, in bits of f32
+constexpr uint32_t kInfinity = 0x7f800000;
+constexpr uint32_t kScaleStep = ~kInt4Scale + 1;
+// Numbers of other magnitudes would not be normal throughout.
+constexpr uint16_t kLeast = (127 - 100) << 7, kMost = (127 + 100) << 7;
+// How far a number may lie from a whole multiple of the scale: it and the largest are rounded by up to 2^-8 of them, 15 times the scale.
+constexpr float kTolerance = 0.12f;
+constexpr float kToWhole = 12582912.0f;  // 1.5 * 2^23: a number below it becomes whole when this is added and taken again
+// How many times the scale the largest magnitude may be; the commonest first.
+constexpr int kLargest[] = {8, 7, 9, 10, 11, 12, 13, 14, 15, 6, 5, 4, 3, 2, 1};
+constexpr uint32_t kMostCode = 15;
+
+inline float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t as_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+// One output's numbers that have one scale, by magnitude and sign.
+struct Group {
+  int count;
+  uint32_t magnitudes[kMostGroup];  // as f32
+  uint32_t signs[kMostGroup];       // all bits, or none
+  uint32_t whole[kMostGroup];       // multiples of the scale
+};
+
+// Splits the numbers; returns the largest magnitude as bf16.
+SGL_BATCH_CLONES uint16_t split(const uint16_t* from, Group& group) {
+  uint32_t largest = 0;
+  for (int i = 0; i < group.count; ++i) {
+    const uint32_t magnitude = from[i] & 0x7fffu;
+    group.magnitudes[i] = magnitude << 16;
+    group.signs[i] = 0u - (from[i] >> 15);
+    largest = std::max(largest, magnitude);
+  }
+  return static_cast<uint16_t>(largest);
+}
+
+// Whether numbers [first, last), times `factor`, are nearly whole, each; these are left in `whole`.
+SGL_BATCH_CLONES bool nearly_whole(Group& group, int first, int last, float factor) {
+  const uint32_t most = as_bits(kTolerance), none = as_bits(kToWhole);
+  uint32_t wrong = 0;
+  for (int i = first; i < last; ++i) {
+    const float times = as_float(group.magnitudes[i]) * factor, shifted = times + kToWhole;
+    const float lack = times - (shifted - kToWhole);
+    wrong |= (as_bits(lack) & 0x7fffffffu) > most ? 1u : 0u;
+    group.whole[i] = as_bits(shifted) - none;
+  }
+  return wrong == 0;
+}
+
+// The scales, as f32, whose multiples are rounded to the numbers: at least `least`, at most `most`.
+struct Bounds {
+  uint32_t least, most;
+};
+
+SGL_BATCH_CLONES Bounds bounds_of(const Group& group) {
+  uint32_t least = 0, most = kInfinity;
+  for (int i = 0; i < group.count; ++i) {
+    const uint32_t magnitude = group.magnitudes[i];
+    const auto times = static_cast<float>(static_cast<int32_t>(group.whole[i]));
+    // Of no times the scale any will do, if the number is zero, and none otherwise.
+    const bool is_zero = group.whole[i] == 0;
+    const uint32_t below = as_bits(as_float(magnitude - kHalfStep) / times), above = as_bits(as_float(magnitude + kHalfStep) / times);
+    least = std::max(least, is_zero ? (magnitude == 0 ? 0 : kInfinity) : below);
+    most = std::min(most, is_zero ? kInfinity : above);
+  }
+  return {least, most};
+}
+
+SGL_BATCH_CLONES bool gives_all(const Group& group, float scale) {
+  uint32_t wrong = 0;
+  for (int i = 0; i < group.count; ++i) {
+    const uint32_t exact = as_bits(static_cast<float>(static_cast<int32_t>(group.whole[i])) * scale);
+    wrong |= ((exact + 0x7fffu + (exact >> 16 & 1u)) & 0xffff0000u) ^ group.magnitudes[i];
+  }
+  return wrong == 0;
+}
+
+// The zero point for these multiples, at most kMostCode; more where codes cannot hold them.
+SGL_BATCH_CLONES uint32_t zero_of(const Group& group) {
+  uint32_t below = 0, above = 0;
+  for (int i = 0; i < group.count; ++i) {
+    below = std::max(below, group.whole[i] & group.signs[i]);
+    above = std::max(above, group.whole[i] & ~group.signs[i]);
+  }
+  return below + above <= kMostCode ? below : kMostCode + 1;
+}
+
+// The scale between the bounds that gives all numbers, or 0.
+float scale_between(const Group& group, const Bounds& bounds) {
+  if (bounds.least > bounds.most) return 0.0f;
+  const uint32_t middle = bounds.least + (bounds.most - bounds.least) / 2;
+  const uint32_t nearest = (middle + kScaleStep / 2) & kInt4Scale;
+  // A bound itself may give a number's neighbour.
+  for (const uint32_t scale : {nearest, nearest + kScaleStep, nearest - kScaleStep})
+    if (gives_all(group, as_float(scale))) return as_float(scale);
+  return 0.0f;
+}
+
+// Codes of an output's group, and its word; false where there are none.
+bool codes_of(const uint16_t* from, Group& group, uint32_t* codes, uint32_t& word) {
+  const uint16_t largest = split(from, group);
+  if (largest == 0) {
+    std::fill_n(codes, group.count, 0u);
+    word = as_bits(1.0f);
+    return true;
+  }
+  if (largest < kLeast || largest > kMost) return false;
+  const float inverse = 1.0f / bf16_to_f32(largest);
+  // Most that are wrong are so among the first numbers.
+  const int some = std::min<int>(group.count, kInt4BlockK);
+  for (const int times : kLargest) {
+    const float factor = static_cast<float>(times) * inverse;
+    if (!nearly_whole(group, 0, some, factor) || !nearly_whole(group, some, group.count, factor)) continue;
+    const uint32_t zero = zero_of(group);
+    if (zero > kMostCode) continue;
+    const float scale = scale_between(group, bounds_of(group));
+    if (scale == 0.0f) continue;
+    for (int i = 0; i < group.count; ++i)
+      codes[i] = group.signs[i] != 0 ? zero - group.whole[i] : zero + group.whole[i];
+    word = as_bits(scale) | zero;
+    return true;
+  }
+  return false;
+}
+
+// Where the numbers of a column lie: those of four k are in two words of 32 bits, of even k and of odd ones, two bytes apart.
+struct Place {
+  explicit Place(int64_t column)
+      : even(column % kHalf % kQuarter * 2), odd(even + 1), shift(static_cast<int>(column / kHalf * 8 + column % kHalf / kQuarter * 4)) {}
+
+  static constexpr int64_t kHalf = kPanel / 2, kQuarter = kPanel / 4, kWords = kHalf;
+  static constexpr int kNextPair = 16;  // how many bits higher the second pair of k lies
+  int64_t even, odd;
+  int shift;
+};
+
+}  // namespace
+
+bool pack_int4_panel(const uint16_t* plain, int64_t k, int64_t group, void* to) {
+  auto* scales = static_cast<uint32_t*>(to);
+  uint32_t* words = scales + k / group * kPanel;
+  const int64_t words_of_group = group / kInt4WordK * Place::kWords;
+  uint32_t block[kMostGroup / kInt4WordK * Place::kWords];
+  uint32_t codes[kMostGroup];
+  Group own{.count = static_cast<int>(group), .magnitudes = {}, .signs = {}, .whole = {}};
+  for (int64_t first = 0; first < k; first += group, scales += kPanel, words += words_of_group) {
+    std::fill_n(block, words_of_group, 0u);
+    for (int64_t column = 0; column < kPanel; ++column) {
+      if (!codes_of(plain + column * k + first, own, codes, scales[column])) return false;
+      const Place place(column);
+      for (int64_t i = 0; i < group; i += kInt4WordK) {
+        uint32_t* const word = block + i / kInt4WordK * Place::kWords;
+        word[place.even] |= (codes[i] | codes[i + 2] << Place::kNextPair) << place.shift;
+        word[place.odd] |= (codes[i + 1] | codes[i + 3] << Place::kNextPair) << place.shift;
+      }
+    }
+    std::copy_n(block, words_of_group, words);
+  }
+  return true;
+}
+
+void unpack_int4_panel(const void* panel, int64_t k, int64_t group, uint16_t* plain) {
+  const auto* scales = static_cast<const uint32_t*>(panel);
+  const uint32_t* words = scales + k / group * kPanel;
+  for (int64_t column = 0; column < kPanel; ++column) {
+    const Place place(column);
+    for (int64_t i = 0; i < k; ++i) {
+      const uint32_t* const four = words + i / kInt4WordK * Place::kWords;
+      const int shift = place.shift + (i % kInt4WordK / 2 == 0 ? 0 : Place::kNextPair);
+      const uint32_t code = four[i % 2 == 0 ? place.even : place.odd] >> shift & 15;
+      const uint32_t word = scales[i / group * kPanel + column];
+      const int times = static_cast<int>(code) - static_cast<int>(word & kInt4Zero);
+      plain[column * k + i] = f32_to_bf16(static_cast<float>(times) * as_float(word & kInt4Scale));
+    }
+  }
+}
+
+void decode_int4_panel(const Isa& isa, const void* panel, int64_t k, int64_t group, void* to) {
+  const auto* scales = static_cast<const uint32_t*>(panel);
+  isa.decode_int4(scales, static_cast<const char*>(panel) + int4_scale_bytes(k, group), k, group, static_cast<uint16_t*>(to));
+}
+
+}  // namespace sgl_batch

@@ -1,0 +1,45 @@
+// Owns the packed form of weights that are integers of four bits with a zero point and a scale, as GPTQ, AWQ and others round
+// them. Nothing is lost: a form is taken only where it gives the numbers of bf16 to the last bit, but for the sign of zeros.
+//
+// Of each output, `group` neighbouring k are the bf16 nearest to scale * (code - zero). A panel has first a word of 32 bits for each
+// column and group, [K / group][kPanel]: a scale of 12 significant bits as f32, which holds those of f16 and bf16, and the zero point
+// in its lowest bits; then K / 8 times kPanel words of 32 bits.
+//
+// Half of kPanel words stand for 4 * kPanel numbers in the order of a panel of bf16, four groups of kPanel. Byte `group` of word i has
+// number i of the group in its lower four bits, and number kPanel / 2 + i in the others. Where the bytes of a vector of words are
+// shifted to bits 12 to 19, both are the last bits of a whole number in f32 once its exponent is put above them.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm.h"
+
+namespace sgl_batch {
+
+constexpr int64_t kInt4BlockK = 32;  // of which groups have whole ones
+constexpr int64_t kInt4WordK = 4;
+constexpr uint32_t kInt4Zero = 15, kInt4Scale = 0xfffff000;  // the bits of a column's word that are the zero point, and the scale
+static_assert(packed_bytes(DType::kInt4By64, kPanel * 64) == 4 * kPanel + 64 * kPanel / 2);
+
+// How many numbers of an output have one scale; 0 for other number types.
+constexpr int64_t int4_group(DType dtype) {
+  switch (dtype) {
+    case DType::kInt4By32: return 32;
+    case DType::kInt4By64: return 64;
+    case DType::kInt4By128: return 128;
+    default: return 0;
+  }
+}
+
+inline int64_t int4_scale_bytes(int64_t k, int64_t group) { return k / group * kPanel * 4; }
+
+// Packs a plain panel of bf16, kPanel rows of k; false where a number has no such form, and what `to` holds is undefined.
+bool pack_int4_panel(const uint16_t* plain, int64_t k, int64_t group, void* to);
+
+// Back to plain rows. Zeros have no sign there, which no product can tell.
+void unpack_int4_panel(const void* panel, int64_t k, int64_t group, uint16_t* plain);
+
+// To a packed panel of bf16.
+void decode_int4_panel(const Isa& isa, const void* panel, int64_t k, int64_t group, void* to);
+
+}  // namespace sgl_batch
