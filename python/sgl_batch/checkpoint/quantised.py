@@ -19,7 +19,8 @@ from sgl_batch.errors import ConfigError
 # Numbers of a block of mxfp4, which have one scale, and numbers of a byte.
 MXFP4_BLOCK, _MXFP4_PER_BYTE = 32, 2
 WORD_BITS = 32
-_MOST_FOUR_BITS = 4
+MOST_FOUR_BITS = 4
+"""Of the integers that a CPU keeps in 4 bits."""
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 # Scales of activations and of KV, which floats do not need.
 _OF_EXPERTS = re.compile(r"^(.*\.experts)\.")
@@ -104,7 +105,7 @@ class QuantisedMatrix:
         whole = all(size % MXFP4_BLOCK == 0 for size in self.shape[1:])
         if self.kind is Kind.MXFP4:
             return MXFP4_BITS if whole else None
-        if not 0 < self.bits <= _MOST_FOUR_BITS or self.shape[0] % MXFP4_BLOCK or ".weight_g_idx" in self.parts:
+        if not 0 < self.bits <= MOST_FOUR_BITS or self.shape[0] % MXFP4_BLOCK or ".weight_g_idx" in self.parts:
             return None
         scales = self.parts[".weight_scale" if self.kind is Kind.PACKED else ".scales"].shape
         groups = scales[1 if self.kind is Kind.PACKED else 0]
@@ -137,7 +138,7 @@ class QuantisedTensors:
             experts = _OF_EXPERTS.match(name)
             if experts is not None:
                 layers.setdefault(experts[1], []).append(one)
-        found = {}
+        found: dict[str, FourBits] = {}
         for matrices in layers.values():
             forms = [None if self.form.reordered else one.four_bits for one in matrices]
             known = [form for form in forms if form is not None]

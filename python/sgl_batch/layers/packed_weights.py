@@ -6,7 +6,7 @@ of a product (`split`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -66,8 +66,8 @@ class PackedWeights:
     operators compute everything. `int8`: round weights to int8, which halves or quarters their memory, except weights
     that are added as `exact`. A rounded tensor changes its number type. `int8_rows`: also round the rows that meet
     rounded weights, so that products are of int8 with int8. `coded`: code experts' weights of bf16, of which
-    products then read 12 bits each, without loss. `four_bits`: keep experts' weights of bf16 whose numbers are all those
-    of mxfp4, or integers of 4 bits times scales of groups, in little more than 4 bits, without loss.
+    products then read 12 bits each, without loss. `four_bits`: keep experts' weights of bf16 whose numbers are all
+    those of mxfp4, or integers of 4 bits times scales of groups, in little more than 4 bits, without loss.
     """
 
     def __init__(

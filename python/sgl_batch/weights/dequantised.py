@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sgl_batch.checkpoint.files import StoredTensor, few, read_header
 from sgl_batch.checkpoint.quantised import (
+    MOST_FOUR_BITS,
     MXFP4_BLOCK,
     WORD_BITS,
     Kind,
@@ -35,7 +36,6 @@ _E8M0_BIAS, _E8M0_NAN = 127, 255
 # Dummy weights are no larger than SGLang's.
 _DUMMY_POWER = _E8M0_BIAS - 12
 _DUMMY_SCALES = (2.0**-11, 1.25 * 2.0**-11)
-_FOUR = 4
 # AWQ's words hold the integers of eight neighbouring outputs in this order.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -124,7 +124,7 @@ def draw_numbers(form: QuantisedForm, out: Tensor) -> None:
         shape = *out.shape[:2], out.shape[2] // MXFP4_BLOCK
         blocks = torch.randint(0, 256, (*shape, MXFP4_BLOCK // 2), dtype=torch.uint8)
         mxfp4_floats(blocks, torch.full(shape, _DUMMY_POWER, dtype=torch.uint8), out)
-    elif form.integers and not form.reordered and all(bits <= _FOUR for bits, _ in form.integers):
+    elif form.integers and not form.reordered and all(bits <= MOST_FOUR_BITS for bits, _ in form.integers):
         # Neighbouring groups have scales of their own, so that they do not fit in a larger one.
         groups = torch.arange(out.shape[2]) // (form.integers[0][1] or out.shape[2])
         scales = torch.where(groups % 2 == 0, *_DUMMY_SCALES).to(out.dtype)

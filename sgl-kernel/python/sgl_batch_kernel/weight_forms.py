@@ -59,9 +59,9 @@ def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
 def pack_int4_(weight: torch.Tensor, packed: torch.Tensor) -> bool:
     """Pack plain matrices [B, N, K] of bf16, N a multiple of 32 and K of `group`, that are rounded integers of 4 bits.
 
-    Of each output, `group` neighbouring inputs, 32, 64 or 128, are then scale * (integer - zero point), rounded to bf16.
-    `packed`: int32 [B, N, K / 8 + K / group], whose size gives the group. Returns False where numbers are none of these;
-    what `packed` holds is then undefined.
+    Of each output, `group` neighbouring inputs, 32, 64 or 128, are then scale * (integer - zero point), rounded to
+    bf16. `packed`: int32 [B, N, K / 8 + K / group], whose size gives the group. Returns False where numbers are none of
+    these; what `packed` holds is then undefined.
     """
     exact: bool = _ops.pack_int4_(weight, packed)
     return exact

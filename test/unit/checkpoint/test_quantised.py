@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_batch.checkpoint.files import StoredTensor
-from sgl_batch.checkpoint.quantised import QuantisedTensors, find_quantised
+from sgl_batch.checkpoint.quantised import FourBits, QuantisedTensors, find_quantised
 from sgl_batch.core.quantised_form import QuantisedForm, QuantisedFormError, quantised_form
 from sgl_batch.errors import ConfigError
 
@@ -83,6 +83,40 @@ def test_mxfp4_experts_are_one_tensor_whose_inputs_come_first() -> None:
     }
 
 
+def gptq_layer(inputs: dict[str, int], group: int, *, outputs: int = 96, **asked: Any) -> QuantisedTensors:
+    """Return matrices of experts by name, and one that is none of theirs, whose groups have `group` inputs."""
+    tensors = {}
+    for name, size in inputs.items():
+        for begin in (f"l__mlp__experts__0__{name}", f"l__mlp__shared_expert__{name}"):
+            tensors |= {
+                f"{begin}__qweight": ("I32", (size // 8, outputs)),
+                f"{begin}__qzeros": ("I32", (size // group, outputs // 8)),
+                f"{begin}__scales": ("F16", (size // group, outputs)),
+                f"{begin}__g_idx": ("I32", (size,)),
+            }
+    return found({**GPTQ, "group_size": group, **asked}, **tensors)
+
+
+@pytest.mark.parametrize(("group", "kept"), [(32, 32), (64, 64), (128, 128), (256, 128)])
+def test_experts_of_integers_of_4_bits_stay_so_small(group: int, kept: int) -> None:
+    quantised = gptq_layer({"gate_proj": 512, "down_proj": 256}, group)
+    names = [f"l.mlp.experts.0.{one}.weight" for one in ("gate_proj", "down_proj")]
+    assert quantised.fours == dict.fromkeys(names, FourBits(kept, 4)), "shared experts are plain matrices"
+    assert quantised.fours[names[0]].num_bytes(1024) == 512 + 1024 // kept * 4
+
+
+def test_a_layer_has_one_form_of_4_bits_and_none_where_a_matrix_has_none() -> None:
+    assert set(gptq_layer({"gate_proj": 512, "down_proj": 192}, 64).fours.values()) == {FourBits(64, 4)}
+    assert gptq_layer({"gate_proj": 512, "down_proj": 256}, 16).fours == {}
+    assert gptq_layer({"gate_proj": 512, "down_proj": 256}, 32, outputs=80).fours == {}
+    assert gptq_layer({"gate_proj": 512, "down_proj": 256}, 32, desc_act=True).fours == {}
+    mxfp4 = {
+        "l__mlp__experts__down_proj_blocks": ("U8", (8, 96, 4, 16)),
+        "l__mlp__experts__down_proj_scales": ("U8", (8, 96, 4)),
+    }
+    assert found(MXFP4, **mxfp4).fours == {"l.mlp.experts.down_proj": FourBits(32, 1)}
+
+
 @pytest.mark.parametrize(
     ("asked", "tensors", "message"),
     [
@@ -137,7 +171,9 @@ def test_forms_that_are_not_taken_back_to_floats_are_refused(asked: dict[str, An
 
 def test_a_form_has_what_the_tensors_do_not_say() -> None:
     assert quantised_form(FP8) == QuantisedForm(method="fp8", block=(128, 128))
-    assert quantised_form(GPTQ).zero_lack == 1
+    assert quantised_form(GPTQ) == QuantisedForm(method="gptq", zero_lack=1, integers=((4, 32),))
+    assert quantised_form({**GPTQ, "desc_act": True}).reordered
+    assert quantised_form({**AWQ, "group_size": -1}).integers == ((4, None),)
     assert quantised_form({**GPTQ, "checkpoint_format": "gptq_v2"}).zero_lack == 0
     assert quantised_form(INT4).integers == ((4, 32),)
     assert quantised_form(compressed(num_bits=8, type="int", strategy="channel")).integers == ((8, None),)

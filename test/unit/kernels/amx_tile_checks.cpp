@@ -19,38 +19,13 @@
 #include "fp4.h"
 #include "gemm.h"
 #include "guarded_memory.h"
+#include "int4.h"
 #include "packing.h"
+#include "plain_decoding.h"
 
 namespace sgl_batch {
 
 namespace {
-
-// Coded blocks to numbers, as coded.h has them.
-void decode_plainly(const void* blocks, int64_t count, uint32_t base, uint16_t* to) {
-  const auto* from = static_cast<const uint16_t*>(blocks);
-  for (int64_t block = 0; block < count; ++block, from += 3 * kPanel)
-    for (int group = 0; group < 4; ++group)
-      for (int i = 0; i < kPanel; ++i) {
-        const uint32_t word = from[group / 2 * kPanel + i], own = group % 2 == 0 ? word : word << 8 | word >> 8;
-        const uint32_t above = from[2 * kPanel + i] >> 4 * group & 15;
-        *to++ = static_cast<uint16_t>((own & 0x807f) | (base + above) << 7);
-      }
-}
-
-// Blocks of fp4 to numbers, as fp4.h has them, by way of plain rows.
-void decode_fp4_plainly(const uint8_t* powers, const void* words, int64_t blocks, uint16_t* to) {
-  for (int64_t block = 0; block < blocks; ++block) {
-    constexpr size_t kWordBytes = 2 * kPanel * kFp4BlockK / kFp4WordK;
-    std::vector<uint8_t> panel(kPanel + kWordBytes);
-    std::memcpy(panel.data(), powers + block * kPanel, kPanel);
-    std::memcpy(panel.data() + kPanel, static_cast<const char*>(words) + static_cast<size_t>(block) * kWordBytes, kWordBytes);
-    std::vector<uint16_t> rows(kPanel * kFp4BlockK);
-    unpack_fp4_panel(panel.data(), kFp4BlockK, rows.data());
-    for (int64_t k = 0; k < kFp4BlockK; k += 2)
-      for (int64_t column = 0; column < kPanel; ++column)
-        for (int64_t odd = 0; odd < 2; ++odd) *to++ = rows[static_cast<size_t>(column * kFp4BlockK + k + odd)];
-  }
-}
 
 // As gemm.h has it.
 void transpose_plainly(const void* from, int64_t from_stride, int64_t rows, int64_t words, void* to, int64_t to_stride) {
@@ -78,6 +53,7 @@ constinit const Isa kAvx512Bf16{
         },
     .decode = decode_plainly,
     .decode_fp4 = decode_fp4_plainly,
+    .decode_int4 = decode_int4_plainly,
     .scale_columns = nullptr,
     .choose = nullptr,
     .transpose_words = transpose_plainly,
@@ -433,26 +409,51 @@ void break_a_rule(const std::string& rule) {
   store_tile<1>(memory.data(), 64);
 }
 
-// A panel of four bits as the drivers go through it: the bits of the panel of bf16.
-void check_fp4_tiles_of_a_panel(int64_t k) {
-  Case given(k, 6, false);
-  std::mt19937 random(static_cast<unsigned>(k));
+// Plain rows of a panel of k, whose numbers `draw` gives.
+template <typename Draw>
+std::vector<uint16_t> rows_of(int64_t k, const Draw& draw) {
   std::vector<uint16_t> rows(static_cast<size_t>(k * kPanel));
-  constexpr float kNumbers[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  for (auto& number : rows) {
-    const auto code = random() % 16;
-    number = f32_to_bf16(code < 8 ? kNumbers[code] : -kNumbers[code - 8]);
-  }
-  auto* plain = reinterpret_cast<uint16_t*>(given.panel.data());
-  for (int64_t i = 0; i < k; ++i)
-    for (int64_t column = 0; column < kPanel; ++column)
-      plain[(i / 2 * kPanel + column) * 2 + i % 2] = rows[static_cast<size_t>(column * k + i)];
-  std::vector<uint8_t> panel(static_cast<size_t>(packed_bytes(DType::kFp4, k * kPanel)));
-  expect(pack_fp4_panel(rows.data(), k, panel.data()), "a panel of numbers of mxfp4 is packed");
+  for (auto& number : rows) number = f32_to_bf16(draw());
+  return rows;
+}
+
+// A panel of four bits as the drivers go through it: the bits of the panel of bf16.
+void check_fours(const std::vector<uint16_t>& rows, int64_t k, DType dtype, const std::vector<uint8_t>& panel, const std::string& name) {
+  Case given(k, 6, false);
+  put_pairs(rows, k, reinterpret_cast<uint16_t*>(given.panel.data()));
   for (int64_t tiles = 1; tiles <= 4; ++tiles) {
-    const PackedWeight weight{panel.data(), DType::kFp4, nullptr, kPanel, k};
-    expect(has_bits_of_own(given, weight, tiles), "fp4, k " + std::to_string(k) + ", " + std::to_string(tiles) + " tiles: the bits of the panel of bf16");
+    const PackedWeight weight{panel.data(), dtype, nullptr, kPanel, k};
+    expect(has_bits_of_own(given, weight, tiles),
+           name + ", k " + std::to_string(k) + ", " + std::to_string(tiles) + " tiles: the bits of the panel of bf16");
   }
+}
+
+std::vector<uint8_t> room_for(DType dtype, int64_t k) { return std::vector<uint8_t>(static_cast<size_t>(packed_bytes(dtype, k * kPanel))); }
+
+void check_fp4_tiles_of_a_panel(int64_t k) {
+  std::mt19937 random(static_cast<unsigned>(k));
+  constexpr float kNumbers[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  const auto rows = rows_of(k, [&] {
+    const auto code = random() % 16;
+    return code < 8 ? kNumbers[code] : -kNumbers[code - 8];
+  });
+  auto panel = room_for(DType::kFp4, k);
+  expect(pack_fp4_panel(rows.data(), k, panel.data()), "a panel of numbers of mxfp4 is packed");
+  check_fours(rows, k, DType::kFp4, panel, "fp4");
+}
+
+void check_int4_tiles_of_a_panel(int64_t k, DType dtype) {
+  const int64_t group = int4_group(dtype);
+  std::mt19937 random(static_cast<unsigned>(k));
+  int64_t number = 0;
+  float scale = 0.0f;
+  const auto rows = rows_of(k, [&] {
+    if (number++ % group == 0) scale = std::ldexp(static_cast<float>(1024 + random() % 1024), -16);
+    return static_cast<float>(static_cast<int>(random() % 16) - 8) * scale;
+  });
+  auto panel = room_for(dtype, k);
+  expect(pack_int4_panel(rows.data(), k, group, panel.data()), "a panel of integers of four bits is packed");
+  check_fours(rows, k, dtype, panel, "int4 by " + std::to_string(group));
 }
 
 }  // namespace
@@ -475,6 +476,8 @@ int main(int argc, char** argv) {
   for (const int64_t k : {4, 28, 32, 36, 64, 132}) check_coded(k);
   for (const int64_t k : {64, 512}) check_tiles_of_a_panel(k);
   for (const int64_t k : {32, 96, 512}) check_fp4_tiles_of_a_panel(k);
+  for (const int64_t k : {128, 384, 512})
+    for (const DType dtype : {DType::kInt4By32, DType::kInt4By64, DType::kInt4By128}) check_int4_tiles_of_a_panel(k, dtype);
   for (const int64_t k : {34, 96, 130})
     for (const bool add : {false, true}) {
       const Case given(k, 6, add);

@@ -7,14 +7,10 @@ from collections.abc import Callable, Iterator
 import sgl_batch_kernel as kernels
 import torch
 from kernel_checks import Check, refusals
-from kernel_coded import bits
-from kernel_products import draw_routing
+from kernel_four_bits import Form, FourBitWeight, expert_cases
 
-EXPERTS, TOP_K = 4, 2
 # Hidden and intermediate.
 SIZES = ((256, 64), (96, 160), (32, 32), (2080, 32))
-# Of which each expert has half: so many that a panel meets one tile, several, several blocks, and some experts none.
-TOKENS = (1, 2, 7, 24, 25, 50, 72, 160, 640)
 NUMBERS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 # The powers of two whose numbers are all normal and finite in bfloat16.
 SMALLEST, LARGEST = -125, 125
@@ -40,70 +36,48 @@ def few_numbers(*shape: int) -> torch.Tensor:
     return of_codes(codes, torch.randint(-6, 0, (*shape[:-1], shape[-1] // 32)))
 
 
-def matrices(weight: torch.Tensor, halves: int) -> torch.Tensor:
-    batch, n, k = weight.shape
-    return weight.view(batch * halves, n // halves, k)
+def room(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(*shape[:-1], shape[-1] // 32 * 17, dtype=torch.uint8)
 
 
-class Fp4Weight:
-    """Packed matrices of bfloat16, and the same ones of four bits."""
+FP4 = Form(room, kernels.pack_fp4_, lambda packed, _: kernels.unpack_fp4(packed))
 
-    def __init__(self, weight: torch.Tensor, *, halves: int = 1) -> None:
-        self.plain, self.packed = weight, weight.clone()
-        kernels.pack_(matrices(self.packed, halves))
-        self.fp4 = torch.full((*weight.shape[:2], weight.shape[2] // 32 * 17), 255, dtype=torch.uint8)
-        self.fits = kernels.pack_fp4_(matrices(weight, halves), matrices(self.fp4, halves))
-        self._halves = halves
 
-    def loses_nothing(self) -> bool:
-        back = kernels.unpack_fp4(matrices(self.fp4, self._halves)).view_as(self.plain)
-        return self.fits and torch.equal(bits(back), bits(self.plain))
+def loses_nothing(weight: torch.Tensor) -> bool:
+    return FourBitWeight(FP4, weight).loses_nothing(signs_of_zeros=True)
+
+
+def fits(weight: torch.Tensor) -> bool:
+    return FourBitWeight(FP4, weight).fits
 
 
 def fp4_cases() -> Iterator[Check]:
     for sizes in SIZES:
         for draw in (ordinary, few_numbers):
-            yield from fp4_case(sizes, draw)
+            name = f"fp4 experts {sizes[0]}x{sizes[1]} {draw.__name__}"
+            yield from expert_cases(name, FP4, sizes, draw, signs_of_zeros=True)
     for power in (SMALLEST, 0, LARGEST):
         codes = torch.arange(16).repeat(2).expand(1, 32, 32)
         yield (
             f"fp4 of all numbers, 2^{power}",
-            Fp4Weight(of_codes(codes, torch.full((1, 32, 1), power))).loses_nothing(),
+            loses_nothing(of_codes(codes, torch.full((1, 32, 1), power))),
         )
     yield from numbers_that_are_none()
     yield from refused_cases()
-
-
-def fp4_case(sizes: tuple[int, int], draw: Callable[..., torch.Tensor]) -> Iterator[Check]:
-    hidden, inter = sizes
-    name = f"fp4 experts {hidden}x{inter} {draw.__name__}"
-    w13 = Fp4Weight(draw(EXPERTS, 2 * inter, hidden), halves=2)
-    w2 = Fp4Weight(draw(EXPERTS, hidden, inter))
-    yield name + ": nothing is lost", w13.loses_nothing() and w2.loses_nothing()
-    biases = {"w13_bias": torch.randn(EXPERTS, 2 * inter), "w2_bias": torch.randn(EXPERTS, hidden)}
-    clamped = {**biases, "alpha": 1.7, "limit": 7.0}
-    for count in TOKENS:
-        x, weights = torch.randn(count, hidden).bfloat16(), torch.rand(count, TOP_K)
-        for routing in ("random", "some choices are absent"):
-            choice = weights, draw_routing(routing, count, EXPERTS, TOP_K)
-            more = clamped if count % 2 else {}
-            exact = kernels.experts(x, w13.packed, w2.packed, *choice, f32_output=True, **more)
-            found = kernels.experts(x, w13.fp4, w2.fp4, *choice, f32_output=True, **more)
-            yield f"{name} {count} tokens, {routing}", all(map(torch.equal, found, exact))
 
 
 def numbers_that_are_none() -> Iterator[Check]:
     for power, changed in ((0, 5.0), (0, 0.75), (0, 0.25), (0, 1.25), (0, 7.0), (0, 1e-40), (0, float("inf"))):
         weight = of_codes(torch.full((2, 64, 64), 7), torch.full((2, 64, 2), power))
         weight[1, 63, 63] = changed
-        yield f"fp4: {changed} beside 6 is none of its numbers", not Fp4Weight(weight).fits
+        yield f"fp4: {changed} beside 6 is none of its numbers", not fits(weight)
     for power in (SMALLEST - 1, LARGEST + 1):
         weight = of_codes(torch.full((1, 32, 32), 7), torch.full((1, 32, 1), power))
-        yield f"fp4 has no numbers of 2^{power}", not Fp4Weight(weight).fits
+        yield f"fp4 has no numbers of 2^{power}", not fits(weight)
     # 8 is the 4 of the next power of two, which has 0.5 and 6 as 1 and 12.
     weight = of_codes(torch.full((1, 32, 32), 6), torch.ones(1, 32, 1))
     weight[0, :, ::2] = 1.0
-    yield "fp4: the largest number gives the power of two", Fp4Weight(weight).loses_nothing()
+    yield "fp4: the largest number gives the power of two", loses_nothing(weight)
 
 
 def refused_cases() -> Iterator[Check]:
