@@ -40,11 +40,12 @@ struct PanelOfInt4 {
     own = Int4Scales(scales);
     scales += kPanel;
   }
-  VecW of(VecW codes, int group) const { return int4_numbers((VecU)codes, group, own); }
+  VecW of(VecW codes, int group) const { return numbers.of((VecU)codes, group, own); }
 
   const int64_t block;
   const uint32_t* scales;
   const uint16_t* words;
+  Int4Numbers numbers;
   Int4Scales own;
 };
 

@@ -141,13 +141,13 @@ bool codes_of(const uint16_t* from, Group& group, uint32_t* codes, uint32_t& wor
   return false;
 }
 
-// Where the numbers of a column lie: those of four k are in two words of 32 bits, of even k and of odd ones, two bytes apart.
+// Where the numbers of a column lie: those of four k are in two words of 32 bits, of even k and of odd ones.
 struct Place {
   explicit Place(int64_t column)
-      : even(column % kHalf % kQuarter * 2), odd(even + 1), shift(static_cast<int>(column / kHalf * 8 + column % kHalf / kQuarter * 4)) {}
+      : even(column % kHalf % kQuarter * 2), odd(even + 1), shift(static_cast<int>(column / kHalf * 4 + column % kHalf / kQuarter * 16)) {}
 
   static constexpr int64_t kHalf = kPanel / 2, kQuarter = kPanel / 4, kWords = kHalf;
-  static constexpr int kNextPair = 16;  // how many bits higher the second pair of k lies
+  static constexpr int kNextPair = 8;  // how many bits higher the second pair of k lies
   int64_t even, odd;
   int shift;
 };

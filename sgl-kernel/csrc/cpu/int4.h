@@ -2,12 +2,13 @@
 // them. Nothing is lost: a form is taken only where it gives the numbers of bf16 to the last bit, but for the sign of zeros.
 //
 // Of each output, `group` neighbouring k are the bf16 nearest to scale * (code - zero). A panel has first a word of 32 bits for each
-// column and group, [K / group][kPanel]: a scale of 12 significant bits as f32, which holds those of f16 and bf16, and the zero point
+// column and group, [K / group][kPanel]: a scale of 16 significant bits as f32, which holds those of f16 and bf16, and the zero point
 // in its lowest bits; then K / 8 times kPanel words of 32 bits.
 //
-// Half of kPanel words stand for 4 * kPanel numbers in the order of a panel of bf16, four groups of kPanel. Byte `group` of word i has
-// number i of the group in its lower four bits, and number kPanel / 2 + i in the others. Where the bytes of a vector of words are
-// shifted to bits 12 to 19, both are the last bits of a whole number in f32 once its exponent is put above them.
+// Half of kPanel words stand for 4 * kPanel numbers in the order of a panel of bf16, four groups of kPanel. Word i has four bits of
+// its lower half for number i of each group, the first one's lowest, and four of its upper half for number kPanel / 2 + i. So one
+// shift of a vector of words brings both where they are wanted: to the lowest bits, as an index, and to the last ones of a whole
+// number in f32, whose exponent is put above them.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ namespace sgl_batch {
 
 constexpr int64_t kInt4BlockK = 32;  // of which groups have whole ones
 constexpr int64_t kInt4WordK = 4;
-constexpr uint32_t kInt4Zero = 15, kInt4Scale = 0xfffff000;  // the bits of a column's word that are the zero point, and the scale
+constexpr uint32_t kInt4Zero = 15, kInt4Scale = 0xffffff00;  // the bits of a column's word that are the zero point, and the scale
 static_assert(packed_bytes(DType::kInt4By64, kPanel * 64) == 4 * kPanel + 64 * kPanel / 2);
 
 // How many numbers of an output have one scale; 0 for other number types.

@@ -10,9 +10,10 @@ namespace {
 
 // A panel's words of 32 bits for kInt4WordK of k.
 constexpr int64_t kInt4Words = kPanel / 2;
-// A word's code stands beside 2^e in f32, e the second of these for codes of the second vector of a group's numbers. Times a scale of
-// 12 bits both are exact, and what is left when 2^e and the zero point are taken away is so, too.
-constexpr float kInt4Beside[2] = {2048.0f, 128.0f};
+// Codes of the second vector of a group's numbers stand beside this in f32. Times a scale of 16 bits the sum is exact, and what is left
+// when this and the zero point are taken away is so, too.
+constexpr float kInt4Beside[2] = {0.0f, 128.0f};
+constexpr uint32_t kInt4Placed = 0xf0000;  // where they lie in it
 
 // What makes numbers of codes for kPanel columns, in the order of numbers: each column's twice.
 struct Int4Scales {
@@ -46,36 +47,41 @@ struct Int4Scales {
 };
 
 #if SGL_BATCH_LANES == 16
-// A group's numbers of kInt4Words words.
-inline VecW int4_numbers(VecU codes, int group, const Int4Scales& own) {
-  const VecU placed = group == 0 ? codes << 12 : group == 1 ? codes << 4 : group == 2 ? codes >> 4 : codes >> 12;
-  VecF numbers[2];
+// Gives a group's numbers of kInt4Words words. Indexing and putting beside are done by different parts of a core.
+struct Int4Numbers {
+  Int4Numbers() : table(_mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)) {}
+  VecW of(VecU codes, int group, const Int4Scales& own) const {
+    const VecU placed = codes >> (4 * group);
+    const __m512 whole[2] = {_mm512_permutexvar_ps((__m512i)placed, table),  // of the lowest four bits alone
+                             (__m512)((placed & kInt4Placed) | (VecU)splat(kInt4Beside[1]))};
+    VecF numbers[2];
 #pragma GCC unroll 2
-  for (int part = 0; part < 2; ++part) {
-    const VecF beside = (VecF)((placed & (15u << (12 + 4 * part))) | (VecU)splat(kInt4Beside[part]));
-    numbers[part] = (VecF)_mm512_fmadd_ps((__m512)beside, (__m512)own.scales[group % 2][part], (__m512)own.addends[group % 2][part]);
-  }
+    for (int part = 0; part < 2; ++part)
+      numbers[part] = (VecF)_mm512_fmadd_ps(whole[part], (__m512)own.scales[group % 2][part], (__m512)own.addends[group % 2][part]);
 #ifdef SGL_BATCH_TWO_TO_BF16
-  return (VecW)SGL_BATCH_TWO_TO_BF16(numbers[0], numbers[1]);
+    return (VecW)SGL_BATCH_TWO_TO_BF16(numbers[0], numbers[1]);
 #else
-  const __m512i low = _mm512_castsi256_si512((__m256i)to_bf16(numbers[0]));
-  return (VecW)_mm512_inserti64x4(low, (__m256i)to_bf16(numbers[1]), 1);
+    const __m512i low = _mm512_castsi256_si512((__m256i)to_bf16(numbers[0]));
+    return (VecW)_mm512_inserti64x4(low, (__m256i)to_bf16(numbers[1]), 1);
 #endif
-}
+  }
+  __m512 table;
+};
 #endif
 
 // kInt4WordK of k, whose words begin there, to numbers of bf16.
 inline void decode_int4_words(const uint32_t* words, const Int4Scales& own, uint16_t* to) {
 #if SGL_BATCH_LANES == 16
+  const Int4Numbers numbers;
   const VecU codes = *reinterpret_cast<const VecUU*>(words);
 #pragma GCC unroll 4
-  for (int group = 0; group < 4; ++group) store_words(to + group * kPanel, int4_numbers(codes, group, own));
+  for (int group = 0; group < 4; ++group) store_words(to + group * kPanel, numbers.of(codes, group, own));
 #else
   for (int64_t i = 0; i < kInt4Words; i += kLanes) {
     const VecU codes = *reinterpret_cast<const VecUU*>(words + i);
     for (int group = 0; group < 4; ++group)
       for (int part = 0; part < 2; ++part) {
-        const VecF whole = __builtin_convertvector((VecI)(codes >> (8 * group + 4 * part) & 15u), VecF);
+        const VecF whole = __builtin_convertvector((VecI)(codes >> (16 * part + 4 * group) & 15u), VecF);
         const int64_t number = part * kInt4Words + i, place = number / kLanes;
         const VecF exact = whole * own.scales[group % 2][place] + own.addends[group % 2][place];
         *reinterpret_cast<VecHU*>(to + group * kPanel + number) = to_bf16(exact);
