@@ -19,8 +19,23 @@ def without_vocabulary(model: Any) -> None:
     model.gguf_writer.add_vocab_size(model.hparams["vocab_size"])
 
 
+def round_to_4_bits(exact: Path, gguf: Path) -> None:
+    """Round the matrices of a file to llama.cpp's Q4_0: 4 bits each, with a scale for 32."""
+    llama_cpp = importlib.import_module("llama_cpp")
+    how = llama_cpp.llama_model_quantize_default_params()
+    how.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    if llama_cpp.llama_model_quantize(bytes(exact), bytes(gguf), how) != 0:
+        sys.exit(f"llama.cpp could not round {exact}")
+
+
 def main(sources: Path, model: Path, gguf: Path, kind: str) -> None:
-    """Convert the checkpoint `model` to the file `gguf` with weights of a kind: bf16, f16 or f32."""
+    """Convert the checkpoint `model` to the file `gguf` with weights of a kind: bf16, f16, f32 or q4_0."""
+    if kind == "q4_0":
+        exact = gguf.with_suffix(".bf16.gguf")
+        main(sources, model, exact, "bf16")
+        round_to_4_bits(exact, gguf)
+        exact.unlink()
+        return
     sys.path[:0] = [str(sources), str(sources / "gguf-py")]
     conversion = importlib.import_module("conversion")
     hparams = conversion.ModelBase.load_hparams(model, False)

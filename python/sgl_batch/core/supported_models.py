@@ -173,7 +173,10 @@ FORMATS: tuple[NumberFormat, ...] = (
     NumberFormat(
         "GPTQ, AWQ and compressed-tensors checkpoints",
         ("gptq", "awq", "compressed-tensors"),
-        _AS_FLOATS,
+        _works(
+            "in bfloat16 experts of at most 4 bits stay in 4 bits, without loss (`--cpu-weight-dtype auto`); else as "
+            "floats"
+        ),
         _BY_SGLANG,
     ),
     NumberFormat("other quantised checkpoints", ("bitsandbytes", "modelopt", "quark"), _NOT_AS_FLOATS, _BY_SGLANG),
