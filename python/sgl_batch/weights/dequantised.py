@@ -202,23 +202,30 @@ def _scaled(parts: Parts, block: tuple[int, int] | None) -> Rows:
     return of_blocks
 
 
-def _words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """Return the unsigned integers of words of 32 bits, uint8 [..., of a word]; lower bits first, or in `order`."""
-    per_word = WORD_BITS // bits
-    places = torch.tensor(range(per_word) if order is None else order, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> (places * bits)) & ((1 << bits) - 1)).to(torch.uint8)
+def _words(words: Tensor, bits: int) -> Tensor:
+    """Return the unsigned integers of the words of 32 bits of each row, uint8, lower bits first."""
+    integers = words.contiguous().view(torch.uint8)
+    for width in range(8 // bits // 2):
+        # Of each byte's bits the upper half goes to a byte of its own.
+        half = 4 >> width
+        spread = integers.to(torch.int16)
+        integers = (spread | spread << (8 - half)).bitwise_and_(((1 << half) - 1) * 0x101).view(torch.uint8)
+    return integers
 
 
 def _gptq(parts: Parts, bits: int) -> tuple[Tensor, Tensor]:
     """Return the integers [outputs, inputs] and the zero points [groups, outputs]."""
     words, zeros = parts[".qweight"], parts[".qzeros"]
-    integers = _words(words.t().contiguous(), bits).flatten(1)
-    return integers, _words(zeros, bits).flatten(1).int()
+    return _words(words.t(), bits), _words(zeros, bits).int()
 
 
 def _awq(parts: Parts, bits: int) -> tuple[Tensor, Tensor]:
-    words, zeros = parts[".qweight"], parts[".qzeros"]
-    return _words(words, bits, _AWQ_ORDER).flatten(1).t(), _words(zeros, bits, _AWQ_ORDER).flatten(1).int()
+    words, zeros = parts[".qweight"].t().contiguous(), parts[".qzeros"]
+    integers = torch.empty(words.shape[0], len(_AWQ_ORDER), words.shape[1], dtype=torch.uint8)
+    for output, place in enumerate(_AWQ_ORDER):
+        integers[:, output] = (words >> (place * bits)).bitwise_and_((1 << bits) - 1)
+    of_zeros = _words(zeros, bits).unflatten(-1, (-1, len(_AWQ_ORDER)))[..., torch.tensor(_AWQ_ORDER)]
+    return integers.flatten(0, 1), of_zeros.flatten(1).int()
 
 
 def _grouped(integers: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | None) -> Rows:
@@ -226,12 +233,29 @@ def _grouped(integers: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | No
 
     `order`: the group of each input; groups of equal size one after the other if None.
     """
-    of_output, lack = scales.float().t().contiguous(), zeros.float().t().contiguous()
-    inputs, groups = integers.shape[1], scales.shape[0]
-    group = torch.arange(inputs) // (inputs // groups) if order is None else order.long()
+    return _scaled_integers(
+        lambda first, last: integers[first:last].float(),
+        zeros.float().t(),
+        scales.float().t(),
+        integers.shape[1],
+        order,
+    )
+
+
+def _scaled_integers(integers: Rows, lack: Tensor, scales: Tensor, inputs: int, order: Tensor | None) -> Rows:
+    """Return the rows of integers [outputs, inputs] whose zero points and scales are [outputs, groups]."""
+    groups, neighbours = scales.shape[1], torch.arange(inputs) // -(-inputs // scales.shape[1])
+    if inputs % groups == 0 and (order is None or torch.equal(order.long(), neighbours)):
+
+        def of_groups(first: int, last: int) -> Tensor:
+            numbers = integers(first, last).unflatten(1, (groups, -1))
+            return numbers.sub_(lack[first:last].unsqueeze(2)).mul_(scales[first:last].unsqueeze(2)).flatten(1)
+
+        return of_groups
+    group = neighbours if order is None else order.long()
 
     def of_rows(first: int, last: int) -> Tensor:
-        return (integers[first:last].float() - lack[first:last][:, group]) * of_output[first:last][:, group]
+        return (integers(first, last) - lack[first:last][:, group]) * scales[first:last][:, group]
 
     return of_rows
 
@@ -240,18 +264,16 @@ def _packed(parts: Parts, bits: int, shape: Sequence[int]) -> Rows:
     words, scales = parts[".weight_packed"], parts[".weight_scale"].float()
     zeros, order = parts.get(".weight_zero_point"), parts.get(".weight_g_idx")
     inputs, half = shape[1], 1 << (bits - 1)
-    group = order.long() if order is not None else torch.arange(inputs) // (-(-inputs // scales.shape[1]))
     lack = torch.zeros_like(scales)
     if zeros is not None and zeros.dtype == torch.int32 and zeros.shape != scales.shape:
-        lack = _words(zeros.t().contiguous(), bits).flatten(1).t()[: shape[0]].float() - half
+        lack = _words(zeros.t(), bits).t()[: shape[0]].float() - half
     elif zeros is not None:
         lack = zeros.float()
 
-    def of_rows(first: int, last: int) -> Tensor:
-        integers = _words(words[first:last], bits).flatten(1)[:, :inputs].float() - half
-        return (integers - lack[first:last][:, group]) * scales[first:last][:, group]
+    def integers(first: int, last: int) -> Tensor:
+        return _words(words[first:last], bits)[:, :inputs].float()
 
-    return of_rows
+    return _scaled_integers(integers, lack + half, scales, inputs, order)
 
 
 def _are_finite(scales: Tensor) -> bool:
