@@ -14,7 +14,6 @@ from sgl_batch.checkpoint.files import StoredTensor, few, read_header
 from sgl_batch.checkpoint.quantised import (
     MOST_FOUR_BITS,
     MXFP4_BLOCK,
-    WORD_BITS,
     Kind,
     QuantisedMatrix,
     QuantisedTensors,
