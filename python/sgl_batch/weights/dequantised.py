@@ -247,7 +247,7 @@ def _scaled_integers(integers: Rows, lack: Tensor, scales: Tensor, inputs: int, 
     if inputs % groups == 0 and (order is None or torch.equal(order.long(), neighbours)):
 
         def of_groups(first: int, last: int) -> Tensor:
-            numbers = integers(first, last).unflatten(1, (groups, -1))
+            numbers: Tensor = integers(first, last).unflatten(1, (groups, -1))
             return numbers.sub_(lack[first:last].unsqueeze(2)).mul_(scales[first:last].unsqueeze(2)).flatten(1)
 
         return of_groups
