@@ -14,7 +14,8 @@ constexpr uint32_t kInfinity = 0x7f800000;
 constexpr uint32_t kScaleStep = ~kInt4Scale + 1;
 // Numbers of other magnitudes would not be normal throughout.
 constexpr uint16_t kLeast = (127 - 100) << 7, kMost = (127 + 100) << 7;
-// How far a number may lie from a whole multiple of the scale: it and the largest are rounded by up to 2^-8 of them, 15 times the scale.
+// How far from a whole multiple of the scale a number may lie: it and the largest, each at most 15 times the scale, are rounded by up
+// to 2^-8 of themselves.
 constexpr float kTolerance = 0.12f;
 constexpr float kToWhole = 12582912.0f;  // 1.5 * 2^23: a number below it becomes whole when this is added and taken again
 // How many times the scale the largest magnitude may be; the commonest first.
