@@ -22,8 +22,8 @@ WORD_BITS = 32
 MOST_FOUR_BITS = 4
 """Of the integers that a CPU keeps in 4 bits."""
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
-# Scales of activations and of KV, which floats do not need.
 _OF_EXPERTS = re.compile(r"^(.*\.experts)\.")
+# Scales of activations and of KV, which floats do not need.
 _OF_ACTIVATIONS = re.compile(r"\.(input_scale|input_zero_point|output_scale|activation_scale|[qkv]_scale)$")
 
 
@@ -102,9 +102,8 @@ class QuantisedMatrix:
     @property
     def four_bits(self) -> FourBits | None:
         """The form in which its numbers, where they are experts', stay in 4 bits in memory; None if there is none."""
-        whole = all(size % MXFP4_BLOCK == 0 for size in self.shape[1:])
         if self.kind is Kind.MXFP4:
-            return MXFP4_BITS if whole else None
+            return MXFP4_BITS if all(size % MXFP4_BLOCK == 0 for size in self.shape[1:]) else None
         if not 0 < self.bits <= MOST_FOUR_BITS or self.shape[0] % MXFP4_BLOCK or ".weight_g_idx" in self.parts:
             return None
         scales = self.parts[".weight_scale" if self.kind is Kind.PACKED else ".scales"].shape

@@ -170,13 +170,13 @@ class PackedWeights:
         assert self._kernels is not None, "without kernels nothing is packed"
         if any(packed.form is not _Form.FOUR_BITS for packed in group):
             return None
+        # Most weights of other numbers differ in the first panel.
+        panels = [packed.matrices[:1, :PANEL] for packed in group]
         for form in FOUR_BIT_FORMS:
-            made: list[torch.Tensor] = []
-            # Most weights of other numbers differ in the first panel.
-            panels = [packed.matrices[:1, :PANEL] for packed in group]
             fit = all(packed.shape[2] % form.bits.group == 0 for packed in group)
             if not fit or not all(form.pack(self._kernels, panel, form.room(panel.shape)) for panel in panels):
                 continue
+            made: list[torch.Tensor] = []
             for packed in group:
                 made.append(form.room(packed.matrices.shape))
                 if not form.pack(self._kernels, packed.matrices, made[-1]):

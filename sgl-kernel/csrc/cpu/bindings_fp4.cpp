@@ -4,8 +4,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 
+#include "four_bit_panels.h"
 #include "fp4.h"
 #include "tasks.h"
 #include "tensor_checks.h"
@@ -13,37 +13,33 @@
 namespace sgl_batch {
 namespace {
 
-// [B, N, K] of bf16 beside the bytes of its fp4. Calls each(plain panel, packed panel, k).
-template <typename Each>
-void each_fp4_panel(const at::Tensor& plain, const at::Tensor& packed, const Each& each) {
+// [B, N, K] of bf16 beside the bytes of its fp4.
+void check_fp4(const at::Tensor& plain, const at::Tensor& packed) {
   check(plain, 3, "weight");
   check(packed, 3, "packed");
-  const int64_t n = plain.size(1), k = plain.size(2), panels = n / kPanel;
+  const int64_t n = plain.size(1), k = plain.size(2);
   TORCH_CHECK(plain.scalar_type() == at::kBFloat16 && fp4_takes(n, k), "weight is ", plain.scalar_type(), plain.sizes(),
               "; fp4 takes bfloat16 of multiples of ", kPanel, " outputs and ", kFp4BlockK, " inputs");
   TORCH_CHECK(packed.scalar_type() == at::kByte && packed.size(0) == plain.size(0) && packed.size(1) == n &&
                   packed.size(2) == packed_bytes(DType::kFp4, k),
               "packed is ", packed.scalar_type(), packed.sizes(), "; use uint8 [", plain.size(0), ", ", n, ", ",
               packed_bytes(DType::kFp4, k), "]");
-  auto* numbers = static_cast<uint16_t*>(plain.data_ptr());
-  auto* bytes = packed.data_ptr<uint8_t>();
-  run_tasks(plain.size(0) * panels, [&](int64_t panel, int) {
-    each(numbers + panel * kPanel * k, bytes + packed_bytes(DType::kFp4, panel * kPanel * k), k);
-  });
 }
 
 bool pack_fp4(const at::Tensor& weight, at::Tensor packed) {
-  std::atomic<bool> fits = true;
-  each_fp4_panel(weight, packed, [&fits](const uint16_t* plain, uint8_t* panel, int64_t k) {
-    if (fits.load(std::memory_order_relaxed) && !pack_fp4_panel(plain, k, panel)) fits.store(false, std::memory_order_relaxed);
+  check_fp4(weight, packed);
+  return pack_four_bits(weight, packed, DType::kFp4, [k = weight.size(2)](const uint16_t* plain, void* panel) {
+    return pack_fp4_panel(plain, k, panel);
   });
-  return fits;
 }
 
 at::Tensor unpack_fp4(const at::Tensor& packed) {
   check(packed, 3, "packed");
-  auto plain = at::empty({packed.size(0), packed.size(1), inputs_of(packed, packed.size(2))}, packed.options().dtype(at::kBFloat16));
-  each_fp4_panel(plain, packed, [](uint16_t* numbers, const uint8_t* panel, int64_t k) { unpack_fp4_panel(panel, k, numbers); });
+  const int64_t k = inputs_of(packed, packed.size(2));
+  auto plain = at::empty({packed.size(0), packed.size(1), k}, packed.options().dtype(at::kBFloat16));
+  check_fp4(plain, packed);
+  each_four_bit_panel(plain, packed, DType::kFp4,
+                      [k](uint16_t* numbers, const void* panel) { unpack_fp4_panel(panel, k, numbers); });
   return plain;
 }
 

@@ -3,46 +3,40 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <atomic>
-
+#include "four_bit_panels.h"
 #include "int4.h"
-#include "tasks.h"
 #include "tensor_checks.h"
 
 namespace sgl_batch {
 namespace {
 
-// [B, N, K] of bf16 beside the words of its int4. Calls each(plain panel, packed panel, k, group).
-template <typename Each>
-void each_int4_panel(const at::Tensor& plain, const at::Tensor& packed, const Each& each) {
+// [B, N, K] of bf16 beside the words of its int4; returns their number type.
+DType check_int4(const at::Tensor& plain, const at::Tensor& packed) {
   check(plain, 3, "weight");
   check(packed, 3, "packed");
-  const int64_t n = plain.size(1), k = plain.size(2), panels = n / kPanel;
+  const int64_t n = plain.size(1), k = plain.size(2);
   TORCH_CHECK(plain.scalar_type() == at::kBFloat16 && n > 0 && k > 0 && n % kPanel == 0 && k % kInt4BlockK == 0, "weight is ",
               plain.scalar_type(), plain.sizes(), "; int4 takes bfloat16 of multiples of ", kPanel, " outputs and ", kInt4BlockK,
               " inputs");
   const DType dtype = int4_dtype_of(packed, k, "packed");
   TORCH_CHECK(packed.size(0) == plain.size(0) && packed.size(1) == n, "packed is ", packed.sizes(), " for a weight ", plain.sizes());
-  auto* numbers = static_cast<uint16_t*>(plain.data_ptr());
-  auto* bytes = static_cast<char*>(packed.data_ptr());
-  run_tasks(plain.size(0) * panels, [&](int64_t panel, int) {
-    each(numbers + panel * kPanel * k, bytes + packed_bytes(dtype, panel * kPanel * k), k, int4_group(dtype));
-  });
+  return dtype;
 }
 
 bool pack_int4(const at::Tensor& weight, at::Tensor packed) {
-  std::atomic<bool> fits = true;
-  each_int4_panel(weight, packed, [&fits](const uint16_t* plain, void* panel, int64_t k, int64_t group) {
-    if (fits.load(std::memory_order_relaxed) && !pack_int4_panel(plain, k, group, panel)) fits.store(false, std::memory_order_relaxed);
+  const DType dtype = check_int4(weight, packed);
+  return pack_four_bits(weight, packed, dtype, [k = weight.size(2), group = int4_group(dtype)](const uint16_t* plain, void* panel) {
+    return pack_int4_panel(plain, k, group, panel);
   });
-  return fits;
 }
 
 at::Tensor unpack_int4(const at::Tensor& packed, int64_t k) {
   check(packed, 3, "packed");
   auto plain = at::empty({packed.size(0), packed.size(1), k}, packed.options().dtype(at::kBFloat16));
-  each_int4_panel(plain, packed,
-                  [](uint16_t* numbers, const void* panel, int64_t inputs, int64_t group) { unpack_int4_panel(panel, inputs, group, numbers); });
+  const DType dtype = check_int4(plain, packed);
+  each_four_bit_panel(plain, packed, dtype, [k, group = int4_group(dtype)](uint16_t* numbers, const void* panel) {
+    unpack_int4_panel(panel, k, group, numbers);
+  });
   return plain;
 }
 

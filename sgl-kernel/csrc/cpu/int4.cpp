@@ -1,7 +1,6 @@
 #include "int4.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "clones.h"
 
@@ -14,24 +13,13 @@ constexpr uint32_t kInfinity = 0x7f800000;
 constexpr uint32_t kScaleStep = ~kInt4Scale + 1;
 // Numbers of other magnitudes would not be normal throughout.
 constexpr uint16_t kLeast = (127 - 100) << 7, kMost = (127 + 100) << 7;
-// How far from a whole multiple of the scale a number may lie: it and the largest, each at most 15 times the scale, are rounded by up
-// to 2^-8 of themselves.
+// How far from a whole multiple of the scale a number may lie: it and the largest, each at most 15 times the scale, are
+// rounded by up to 2^-8 of themselves.
 constexpr float kTolerance = 0.12f;
 constexpr float kToWhole = 12582912.0f;  // 1.5 * 2^23: a number below it becomes whole when this is added and taken again
 // How many times the scale the largest magnitude may be; the commonest first.
 constexpr int kLargest[] = {8, 7, 9, 10, 11, 12, 13, 14, 15, 6, 5, 4, 3, 2, 1};
 constexpr uint32_t kMostCode = 15;
-
-inline float as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-inline uint32_t as_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
 
 // One output's numbers that have one scale, by magnitude and sign.
 struct Group {
@@ -55,13 +43,13 @@ SGL_BATCH_CLONES uint16_t split(const uint16_t* from, Group& group) {
 
 // Whether numbers [first, last), times `factor`, are nearly whole, each; these are left in `whole`.
 SGL_BATCH_CLONES bool nearly_whole(Group& group, int first, int last, float factor) {
-  const uint32_t most = as_bits(kTolerance), none = as_bits(kToWhole);
+  const uint32_t most = __builtin_bit_cast(uint32_t, kTolerance), none = __builtin_bit_cast(uint32_t, kToWhole);
   uint32_t wrong = 0;
   for (int i = first; i < last; ++i) {
-    const float times = as_float(group.magnitudes[i]) * factor, shifted = times + kToWhole;
+    const float times = __builtin_bit_cast(float, group.magnitudes[i]) * factor, shifted = times + kToWhole;
     const float lack = times - (shifted - kToWhole);
-    wrong |= (as_bits(lack) & 0x7fffffffu) > most ? 1u : 0u;
-    group.whole[i] = as_bits(shifted) - none;
+    wrong |= (__builtin_bit_cast(uint32_t, lack) & 0x7fffffffu) > most ? 1u : 0u;
+    group.whole[i] = __builtin_bit_cast(uint32_t, shifted) - none;
   }
   return wrong == 0;
 }
@@ -78,7 +66,8 @@ SGL_BATCH_CLONES Bounds bounds_of(const Group& group) {
     const auto times = static_cast<float>(static_cast<int32_t>(group.whole[i]));
     // Of no times the scale any will do, if the number is zero, and none otherwise.
     const bool is_zero = group.whole[i] == 0;
-    const uint32_t below = as_bits(as_float(magnitude - kHalfStep) / times), above = as_bits(as_float(magnitude + kHalfStep) / times);
+    const auto below = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude - kHalfStep) / times);
+    const auto above = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude + kHalfStep) / times);
     least = std::max(least, is_zero ? (magnitude == 0 ? 0 : kInfinity) : below);
     most = std::min(most, is_zero ? kInfinity : above);
   }
@@ -88,7 +77,7 @@ SGL_BATCH_CLONES Bounds bounds_of(const Group& group) {
 SGL_BATCH_CLONES bool gives_all(const Group& group, float scale) {
   uint32_t wrong = 0;
   for (int i = 0; i < group.count; ++i) {
-    const uint32_t exact = as_bits(static_cast<float>(static_cast<int32_t>(group.whole[i])) * scale);
+    const uint32_t exact = __builtin_bit_cast(uint32_t, static_cast<float>(static_cast<int32_t>(group.whole[i])) * scale);
     wrong |= ((exact + 0x7fffu + (exact >> 16 & 1u)) & 0xffff0000u) ^ group.magnitudes[i];
   }
   return wrong == 0;
@@ -111,7 +100,7 @@ float scale_between(const Group& group, const Bounds& bounds) {
   const uint32_t nearest = (middle + kScaleStep / 2) & kInt4Scale;
   // A bound itself may give a number's neighbour.
   for (const uint32_t scale : {nearest, nearest + kScaleStep, nearest - kScaleStep})
-    if (gives_all(group, as_float(scale))) return as_float(scale);
+    if (gives_all(group, __builtin_bit_cast(float, scale))) return __builtin_bit_cast(float, scale);
   return 0.0f;
 }
 
@@ -120,7 +109,7 @@ bool codes_of(const uint16_t* from, Group& group, uint32_t* codes, uint32_t& wor
   const uint16_t largest = split(from, group);
   if (largest == 0) {
     std::fill_n(codes, group.count, 0u);
-    word = as_bits(1.0f);
+    word = __builtin_bit_cast(uint32_t, 1.0f);
     return true;
   }
   if (largest < kLeast || largest > kMost) return false;
@@ -136,7 +125,7 @@ bool codes_of(const uint16_t* from, Group& group, uint32_t* codes, uint32_t& wor
     if (scale == 0.0f) continue;
     for (int i = 0; i < group.count; ++i)
       codes[i] = group.signs[i] != 0 ? zero - group.whole[i] : zero + group.whole[i];
-    word = as_bits(scale) | zero;
+    word = __builtin_bit_cast(uint32_t, scale) | zero;
     return true;
   }
   return false;
@@ -145,7 +134,9 @@ bool codes_of(const uint16_t* from, Group& group, uint32_t* codes, uint32_t& wor
 // Where the numbers of a column lie: those of four k are in two words of 32 bits, of even k and of odd ones.
 struct Place {
   explicit Place(int64_t column)
-      : even(column % kHalf % kQuarter * 2), odd(even + 1), shift(static_cast<int>(column / kHalf * 4 + column % kHalf / kQuarter * 16)) {}
+      : even(column % kHalf % kQuarter * 2),
+        odd(even + 1),
+        shift(static_cast<int>(column / kHalf * 4 + column % kHalf / kQuarter * 16)) {}
 
   static constexpr int64_t kHalf = kPanel / 2, kQuarter = kPanel / 4, kWords = kHalf;
   static constexpr int kNextPair = 8;  // how many bits higher the second pair of k lies
@@ -189,14 +180,14 @@ void unpack_int4_panel(const void* panel, int64_t k, int64_t group, uint16_t* pl
       const uint32_t code = four[i % 2 == 0 ? place.even : place.odd] >> shift & 15;
       const uint32_t word = scales[i / group * kPanel + column];
       const int times = static_cast<int>(code) - static_cast<int>(word & kInt4Zero);
-      plain[column * k + i] = f32_to_bf16(static_cast<float>(times) * as_float(word & kInt4Scale));
+      plain[column * k + i] = f32_to_bf16(static_cast<float>(times) * __builtin_bit_cast(float, word & kInt4Scale));
     }
   }
 }
 
 void decode_int4_panel(const Isa& isa, const void* panel, int64_t k, int64_t group, void* to) {
   const auto* scales = static_cast<const uint32_t*>(panel);
-  isa.decode_int4(scales, static_cast<const char*>(panel) + int4_scale_bytes(k, group), k, group, static_cast<uint16_t*>(to));
+  isa.decode_int4(scales, scales + k / group * kPanel, k, group, static_cast<uint16_t*>(to));
 }
 
 }  // namespace sgl_batch

@@ -88,7 +88,6 @@ def numbers_that_are_none(group: int) -> Iterator[Check]:
 def refused_cases() -> Iterator[Check]:
     x, choice = torch.zeros(1, 64).bfloat16(), (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32))
     weight, packed = torch.zeros(2, 64, 64, dtype=torch.bfloat16), torch.zeros(2, 64, 10, dtype=torch.int32)
-    other = torch.zeros(2, 64, 9, dtype=torch.int32)
     refused: tuple[tuple[str, Callable[[], object]], ...] = (
         ("int4 takes bfloat16 of multiples of 32 outputs", lambda: kernels.pack_int4_(weight.float(), packed)),
         ("int4 takes bfloat16 of multiples of 32", lambda: kernels.pack_int4_(weight[:, :33].contiguous(), packed)),
@@ -106,6 +105,6 @@ def refused_cases() -> Iterator[Check]:
             "with marks of coded bfloat16",
             lambda: kernels.experts(x, packed.repeat(1, 2, 1), packed, *choice, w13_marks=torch.zeros(4, 2)),
         ),
-        ("int4 is int32", lambda: kernels.unpack_int4(other.float(), 64)),
+        ("int4 is int32", lambda: kernels.unpack_int4(packed.float(), 64)),
     )
     yield from refusals("int4", refused)
