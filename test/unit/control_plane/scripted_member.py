@@ -27,7 +27,7 @@ class ScriptedMember:
         self.code = None
         self.is_lost = self.engine_is_down = False
         self.phase, self.state = "ready", None
-        self.unreported, self.is_in_a_long_pass = 0, False
+        self.unreported, self.read_after_s = 0, 0
         self.controls = []
         self.refuses = {}
         self.version = "v0"
@@ -98,8 +98,7 @@ class ScriptedMember:
 
     async def stats(self):
         self._check()
-        if self.is_in_a_long_pass:
-            await asyncio.sleep(60)
+        await asyncio.sleep(self.read_after_s)
         return Reading(len(self.deaths), self._stats(self.unreported))
 
     def _stats(self, more=0):

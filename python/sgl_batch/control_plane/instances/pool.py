@@ -128,12 +128,19 @@ class InstancePool:
                 self._abort(line.key)
 
     async def stats(self) -> EngineStats:
-        """Return the statistics of all instances that there have been, read now where an engine answers soon."""
-        reading = [asyncio.ensure_future(seat.read_stats()) for seat in self._seats if seat.is_ready]
+        """Return the statistics of all instances that there have been, read now where an engine answers soon.
+
+        The readings are seen together, at the end: a report that comes in between may be older than a reading.
+        """
+        reading = {asyncio.ensure_future(seat.read_stats()): seat for seat in self._seats if seat.is_ready}
         if reading:
-            _, late = await asyncio.wait(reading, timeout=_READ_WITHIN_S)
+            read, late = await asyncio.wait(reading, timeout=_READ_WITHIN_S)
             for one in late:
                 one.cancel()
+            for one in read:
+                found = one.result()
+                if found is not None and found.stats is not None:
+                    reading[one].stats.see(found.stats, found.restarts)
         return self.reported_stats()
 
     def reported_stats(self) -> EngineStats:

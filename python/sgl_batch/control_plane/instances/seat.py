@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from sgl_batch.control_plane.instances.answer_rate import AnswerRate
 from sgl_batch.control_plane.instances.member import Member, MemberLostError
-from sgl_batch.control_plane.instances.messages import EngineFacts, Poll, Report
+from sgl_batch.control_plane.instances.messages import EngineFacts, Poll, Reading, Report
 from sgl_batch.control_plane.instances.pool_line import PoolLine
 from sgl_batch.control_plane.instances.quarantine import SuspectGroup
 from sgl_batch.control_plane.instances.shares import Load
@@ -110,12 +110,11 @@ class Seat:
         if report.stats is not None:
             self.stats.see(report.stats, report.restarts)
 
-    async def read_stats(self) -> None:
-        """Read the statistics of its engine now. Those of its last report stay where no engine answers."""
+    async def read_stats(self) -> Reading | None:
+        """Read the statistics of its engine now; None where the instance is gone."""
         with suppress(MemberLostError):
-            reading = await self.member.stats()
-            if reading.stats is not None:
-                self.stats.see(reading.stats, reading.restarts)
+            return await self.member.stats()
+        return None
 
     def load(self, now: float) -> Load:
         """Return what it has to do, as its last report says."""
