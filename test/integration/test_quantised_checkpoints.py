@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,10 @@ from .test_ranks import ranks
 pytestmark = pytest.mark.engine
 
 PAGE = 8
+# Settings with which matrices have whole groups of 32 inputs.
+_IN_GROUPS = {"qwen2-moe": {"shared_expert_intermediate_size": 64}, "kimi-k2": {"q_lora_rank": 64}}
+# These choose experts, are multiplied head by head, or are one product with a matrix of floats.
+_AS_FLOATS = re.compile(r"\.(gate|shared_expert_gate|kv_b_proj|q_a_proj)\.weight$")
 
 
 def as_floats(path: Path, target: Path) -> Path:
@@ -89,20 +95,27 @@ def test_tokens_are_those_of_the_floats_of_each_checkpoint_that_is_loaded(
     assert generate(engine, prompts) == greedy_reference(str(source), torch.float32, prompts).tokens
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "gptq-4", "packed-4-zeros"])
-def test_experts_in_bfloat16_stay_in_4_bits_without_loss(
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [
+        ("mxfp4", "gpt-oss"),
+        ("gptq-4", "qwen3-moe-dense-layers"),
+        ("packed-4-zeros", "llama3"),
+        ("awq", "qwen2-moe"),
+        ("gptq-4", "kimi-k2"),
+    ],
+)
+def test_matrices_in_bfloat16_stay_in_4_bits_without_loss(
     form: str,
+    family: str,
     tmp_path: Path,
     repo_root: Path,
-    model_path: Callable[[str], str],
     started: Callable[..., Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if form == "mxfp4":
-        gpt_oss = next(family for family in RANDOM_FAMILIES if family.name == "gpt-oss")
-        plain = make_checkpoint(gpt_oss, HUB, tmp_path, repo_root / "test/models/tiny-qwen3-moe")
-    else:
-        plain = model_path(FAMILIES[0])
+    made_of = next(one for one in RANDOM_FAMILIES if one.name == family)
+    made_of = replace(made_of, settings={**made_of.settings, **_IN_GROUPS.get(family, {})})
+    plain = make_checkpoint(made_of, HUB, tmp_path, repo_root / "test/models/tiny-qwen3-moe")
     path = quantise(Path(plain), tmp_path / "quantised", form)
     requests = make_requests(PAGE)
     sizes: dict[str, Any] = {"dtype": "bfloat16", "page_size": PAGE, "b_moe_prefill": 160, "b_moe_decode": 8}
@@ -144,11 +157,11 @@ def test_experts_in_bfloat16_stay_in_4_bits_without_loss(
 
 
 def saved_bytes(path: Path) -> int:
-    """Return the bytes that experts in 4 bits, 32 numbers with a scale, take less than in bfloat16."""
+    """Return the bytes that matrices in 4 bits, 32 numbers with a scale, take less than in bfloat16."""
     form = form_of_weights(str(path))
     assert form is not None
     matrices = find_quantised(read_header(path / "model.safetensors"), form).matrices
-    numbers = sum(math.prod(one.shape) for name, one in matrices.items() if ".experts." in name)
+    numbers = sum(math.prod(one.shape) for name, one in matrices.items() if not _AS_FLOATS.search(name))
     return numbers * 2 - numbers // 32 * (17 if form.method == "mxfp4" else 20)
 
 

@@ -22,7 +22,16 @@ WORD_BITS = 32
 MOST_FOUR_BITS = 4
 """Of the integers that a CPU keeps in 4 bits."""
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
-_OF_EXPERTS = re.compile(r"^(.*\.experts)\.")
+# Matrices that an engine keeps in one form: their names, a name for them together, and whether it puts them side by
+# side for one product. These are the experts of a layer, the matrices of an MLP, and those that attention begins with.
+_KEPT_ALIKE = (
+    (re.compile(r"^(.*\.experts)\.(?:.*\.weight|[^.]*_proj)$"), r"\1", False),
+    (re.compile(r"^(.*\.)(?:gate|up|gate_up|down)_proj\.weight$"), r"\1mlp", False),
+    (re.compile(r"^(.*\.)[qkv]_proj\.weight$"), r"\1qkv_proj", True),
+    (re.compile(r"^(.*\.)(?:q_a_proj|kv_a_proj_with_mqa)\.weight$"), r"\1fused_qkv_a_proj_with_mqa", True),
+)
+# Those that are kept as floats: they choose experts and tokens, or are multiplied head by head.
+_KEPT_AS_FLOATS = re.compile(r"(?:^|\.)(?:lm_head|gate|router|shared_expert_gate|kv_b_proj)\.weight$")
 # Scales of activations and of KV, which floats do not need.
 _OF_ACTIVATIONS = re.compile(r"\.(input_scale|input_zero_point|output_scale|activation_scale|[qkv]_scale)$")
 
@@ -100,11 +109,17 @@ class QuantisedMatrix:
         return self.name.removesuffix(".weight")
 
     @property
+    def outputs(self) -> int:
+        return self.shape[2] if self.kind is Kind.MXFP4 else self.shape[0]
+
+    @property
     def four_bits(self) -> FourBits | None:
-        """The form in which its numbers, where they are experts', stay in 4 bits in memory; None if there is none."""
+        """The form in which its numbers can stay in 4 bits in memory; None if there is none."""
+        if is_kept_as_floats(self.name):
+            return None
         if self.kind is Kind.MXFP4:
-            return MXFP4_BITS if all(size % MXFP4_BLOCK == 0 for size in self.shape[1:]) else None
-        if not 0 < self.bits <= MOST_FOUR_BITS or self.shape[0] % MXFP4_BLOCK or ".weight_g_idx" in self.parts:
+            return MXFP4_BITS if self.shape[1] % MXFP4_BLOCK == 0 else None
+        if not 0 < self.bits <= MOST_FOUR_BITS or ".weight_g_idx" in self.parts:
             return None
         scales = self.parts[".weight_scale" if self.kind is Kind.PACKED else ".scales"].shape
         groups = scales[1 if self.kind is Kind.PACKED else 0]
@@ -119,11 +134,13 @@ class QuantisedTensors:
         form: How they are quantised.
         matrices: The matrices by their name as floats.
         unused: Tensors that floats do not need.
+        plain: Tensors that are not quantised.
     """
 
     form: QuantisedForm
     matrices: Mapping[str, QuantisedMatrix]
     unused: frozenset[str]
+    plain: frozenset[str] = frozenset()
 
     def matrix_of(self) -> dict[str, tuple[str, str]]:
         """Return by the name of each stored part its matrix's name and the end of its own."""
@@ -131,17 +148,19 @@ class QuantisedTensors:
 
     @property
     def fours(self) -> dict[str, FourBits]:
-        """Names of experts' matrices whose numbers a CPU keeps in 4 bits, and how: those of a layer alike."""
-        layers: dict[str, list[QuantisedMatrix]] = {}
+        """Names of matrices whose numbers a CPU keeps in 4 bits, and how: those that are kept in one form alike."""
+        alike: dict[tuple[str, bool], list[QuantisedMatrix]] = {}
         for name, one in self.matrices.items():
-            experts = _OF_EXPERTS.match(name)
-            if experts is not None:
-                layers.setdefault(experts[1], []).append(one)
+            alike.setdefault(_kept_with(name), []).append(one)
         found: dict[str, FourBits] = {}
-        for matrices in layers.values():
+        for name in self.plain:
+            alike.pop(_kept_with(name), None)
+        for (_, side_by_side), matrices in alike.items():
             forms = [None if self.form.reordered else one.four_bits for one in matrices]
             known = [form for form in forms if form is not None]
-            if len(known) == len(forms):
+            outputs = [one.outputs for one in matrices]
+            fills_panels = all(one % MXFP4_BLOCK == 0 for one in ([sum(outputs)] if side_by_side else outputs))
+            if len(known) == len(forms) and fills_panels:
                 smallest = min(known, key=lambda form: form.group)
                 found |= {one.name: smallest for one in matrices}
         return found
@@ -168,7 +187,8 @@ def find_quantised(tensors: Mapping[str, StoredTensor], form: QuantisedForm) -> 
                 matrix = _matrix(kind, begin, tensors, form, (needed, optional))
                 found[matrix.name] = matrix
     unused = frozenset(name for name in tensors if _OF_ACTIVATIONS.search(name))
-    quantised = QuantisedTensors(form=form, matrices=found, unused=unused)
+    plain = tensors.keys() - {one.begin + end for one in found.values() for end in one.parts} - unused
+    quantised = QuantisedTensors(form=form, matrices=found, unused=unused, plain=frozenset(plain))
     _check_no_rest(tensors, quantised, kinds)
     return quantised
 
@@ -190,6 +210,19 @@ def _matrix(
     shape, bits = _SHAPES[kind](begin, parts, form)
     name = begin if kind is Kind.MXFP4 else f"{begin}.weight"
     return QuantisedMatrix(name=name, kind=kind, shape=shape, parts=parts, bits=bits)
+
+
+def is_kept_as_floats(name: str) -> bool:
+    """Return whether the matrix of this name takes no form of 4 bits, whatever its numbers."""
+    return _KEPT_AS_FLOATS.search(name) is not None
+
+
+def _kept_with(name: str) -> tuple[str, bool]:
+    """Return a name for the matrices that are kept in one form with this one, and whether they are side by side."""
+    for names, together, side_by_side in _KEPT_ALIKE:
+        if names.match(name):
+            return names.sub(together, name), side_by_side
+    return name, False
 
 
 _Parts = Mapping[str, StoredTensor]

@@ -27,9 +27,9 @@ PANEL = 32
 
 
 class _Form(Enum):
-    """What becomes of a weight's numbers. FOUR_BITS and CODED are exact, for weights that have such a form."""
+    """What becomes of a weight's numbers that have no form of 4 bits, or are to have none."""
 
-    PLAIN, INT8, CODED, FOUR_BITS = "plain", "int8", "coded", "four_bits"
+    PLAIN, INT8, CODED = "plain", "int8", "coded"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class _Packed:
     shape: tuple[int, int, int]
     dtype: torch.dtype
     form: _Form
+    may_have_four_bits: bool
     group: list[_Packed]
     scales: torch.Tensor | None = None
     marks: torch.Tensor | None = None
@@ -66,8 +67,9 @@ class PackedWeights:
     operators compute everything. `int8`: round weights to int8, which halves or quarters their memory, except weights
     that are added as `exact`. A rounded tensor changes its number type. `int8_rows`: also round the rows that meet
     rounded weights, so that products are of int8 with int8. `coded`: code experts' weights of bf16, of which
-    products then read 12 bits each, without loss. `four_bits`: keep experts' weights of bf16 whose numbers are all
-    those of mxfp4, or integers of 4 bits times scales of groups, in little more than 4 bits, without loss.
+    products then read 12 bits each, without loss. `four_bits`: keep weights of bf16 whose numbers are all those of
+    mxfp4, or integers of 4 bits times scales of groups, in little more than 4 bits, without loss, except weights that
+    are added as `exact` or that ranks share.
     """
 
     def __init__(
@@ -128,16 +130,16 @@ class PackedWeights:
         if self._kernels is None or not all(_packable(weight) for weight, _ in weights):
             return False
         group: list[_Packed] = []
+        # Ranks that share a weight would have to wait for each other to know whether its numbers have 4 bits.
+        tries_four_bits = self._four_bits and not exact and not any(self._is_shared(weight) for weight, _ in weights)
         for weight, shape in weights:
             assert weight not in self, "a weight is packed once"
             batches, outputs, inputs = weight.data.view(shape).shape
-            is_bf16 = experts and weight.dtype == torch.bfloat16
+            is_bf16 = weight.dtype == torch.bfloat16
             form = _Form.PLAIN
             if self._int8 and not exact and (self._int8_rows or inputs % 2 == 0):
                 form = _Form.INT8
-            elif is_bf16 and self._four_bits and outputs % PANEL == inputs % PANEL == 0:
-                form = _Form.FOUR_BITS
-            elif is_bf16 and self._coded:
+            elif is_bf16 and self._coded and experts:
                 form = _Form.CODED
             group.append(
                 _Packed(
@@ -145,12 +147,16 @@ class PackedWeights:
                     shape=(batches, outputs, inputs),
                     dtype=weight.dtype,
                     form=form,
+                    may_have_four_bits=tries_four_bits and is_bf16 and outputs % PANEL == inputs % PANEL == 0,
                     group=group,
                     reordered=weight is reordered,
                 )
             )
         self._put(group)
         return True
+
+    def _is_shared(self, weight: torch.Tensor) -> bool:
+        return self._arena is not None and weight in self._arena
 
     def _put(self, group: list[_Packed]) -> None:
         for packed in group:
@@ -168,7 +174,7 @@ class PackedWeights:
     def _in_four_bits(self, group: list[_Packed]) -> tuple[FourBitForm, list[torch.Tensor]] | None:
         """Return the first form that all weights of a group have, and their data in it; None if there is none."""
         assert self._kernels is not None, "without kernels nothing is packed"
-        if any(packed.form is not _Form.FOUR_BITS for packed in group):
+        if not all(packed.may_have_four_bits for packed in group):
             return None
         # Most weights of other numbers differ in the first panel.
         panels = [packed.matrices[:1, :PANEL] for packed in group]
@@ -187,9 +193,8 @@ class PackedWeights:
 
     def _put_alone(self, packed: _Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
-        arena = self._arena if self._arena is not None and packed.weight in self._arena else None
-        # What has no numbers of 4 bits has codes, where they are wanted.
-        coded = packed.form is _Form.CODED or (packed.form is _Form.FOUR_BITS and self._coded)
+        arena = self._arena if self._is_shared(packed.weight) else None
+        coded = packed.form is _Form.CODED
         assert arena is None or not coded, "each rank codes its own experts"
         is_ours = arena is None or arena.takes(packed.weight.nbytes)
         if packed.form is _Form.INT8:

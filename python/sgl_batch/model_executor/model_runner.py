@@ -34,7 +34,7 @@ from sgl_batch.memory.process_memory import forget_peak, resident_bytes
 from sgl_batch.metrics.sampled_parts import DECODE, MIXED, PREFILL, SAMPLING
 from sgl_batch.model_executor.attention_window import check_window
 from sgl_batch.model_executor.cpu_operators import CpuOperators
-from sgl_batch.model_executor.device_needs import cpu_reserves, gpu_use, model_shape, resident_weight_bytes
+from sgl_batch.model_executor.device_needs import cpu_reserves, gpu_use, model_shape
 from sgl_batch.model_executor.expert_choices import ExpertChoices
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
 from sgl_batch.model_executor.families import Family, family_of
@@ -147,10 +147,9 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                     super().load_model()
                 held = 0 if rank_context is None else rank_context.expert_shard
                 self._operators.stream(self.model, files, memory, expert_shard=held)
-        if operators is not None and resident:
-            adopt_loaded(self.model, operators, self.server_args)
-        self.weight_bytes = resident_weight_bytes(self.model, int8=operators is not None and operators.rounds_to_int8)
-        self.context.start_log.end("model made, weights read", num_bytes=self.weight_bytes)
+        self.weight_bytes = adopt_loaded(
+            self.model, operators, self.server_args, self.context.start_log, resident=resident
+        )
         forget_peak()
         if self.device == "cpu" and resident:  # streamed weights take what is free
             keep_freed_memory()
@@ -217,8 +216,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 self.server_args.attention_backend,
             )
         self.context.start_log.end("KV pools made")
-        self._operators.adopt(self.model)
-        self.context.start_log.end("weights packed")
+        if self.context.gpu_experts is not None:
+            self.context.gpu_experts.adopt(self.model)
         arena = None if self.context.cpu_operators is None else self.context.cpu_operators.shared_weights
         if arena is not None:
             arena.seal()

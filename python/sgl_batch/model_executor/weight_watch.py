@@ -7,12 +7,16 @@ from torch import nn
 
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.checkpoint.model_directory import form_of_weights
+from sgl_batch.checkpoint.quantised import is_kept_as_floats
 from sgl_batch.core.model_numbers import number
+from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.distributed.rank_context import RankContext
+from sgl_batch.metrics.start_log import StartLog
 from sgl_batch.model_executor.cpu_operators import CpuOperators
+from sgl_batch.model_executor.device_needs import resident_weight_bytes
 from sgl_batch.model_executor.families import family_of
 from sgl_batch.sglang_adapter.checkpoint_loading import ReformOf, WeightReading, WeightReform, WeightWatch
-from sgl_batch.sglang_adapter.layers import expert_layers
+from sgl_batch.sglang_adapter.layers import expert_layers, plain_linears
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.weights.dequantised import Dequantised, draw_numbers
 from sgl_batch.weights.direct_tensors import read_past_page_cache
@@ -64,17 +68,36 @@ def reform_of(device: str, dtype: torch.dtype) -> ReformOf | None:
     return of_model if device == "cpu" else None
 
 
-def adopt_loaded(model: nn.Module, operators: CpuOperators, server_args: ServerArgs) -> None:
-    """Let `operators` adopt the experts of a loaded model, whose smaller forms then count.
+def adopt_loaded(
+    model: nn.Module, operators: CpuOperators | None, server_args: ServerArgs, start_log: StartLog, *, resident: bool
+) -> int:
+    """Let `operators` adopt a loaded model, and log it; return the memory of its weights, of which smaller forms count.
 
-    Dummy weights become numbers of the form in which the model's own are quantised.
+    `operators`: of a CPU, None on other devices. Dummy weights become numbers of the form in which the model's own are
+    quantised.
     """
-    form = form_of_weights(server_args.model_path, server_args.revision)
-    if server_args.load_format == "dummy" and form is not None:
-        for layer in expert_layers(model):
-            for weight in (layer.w13_weight, layer.w2_weight):
-                draw_numbers(form, weight.data)
-    operators.adopt_experts(model)
+    if server_args.load_format == "dummy" and operators is not None and resident:
+        _draw_weights(model, form_of_weights(server_args.model_path, server_args.revision))
+    if operators is not None and resident:
+        operators.adopt_experts(model)
+    rounds = operators is not None and operators.rounds_to_int8
+    start_log.end("model made, weights read", num_bytes=resident_weight_bytes(model, int8=rounds))
+    if operators is not None:
+        operators.adopt(model)
+        start_log.end("weights packed")
+    return resident_weight_bytes(model, int8=rounds)
+
+
+def _draw_weights(model: nn.Module, form: QuantisedForm | None) -> None:
+    if form is None:
+        return
+    for layer in expert_layers(model):
+        for weight in (layer.w13_weight, layer.w2_weight):
+            draw_numbers(form, weight.data)
+    if form.integers:  # mxfp4 is for experts alone
+        for name, linear in plain_linears(model).items():
+            if not is_kept_as_floats(f"{name}.weight"):
+                draw_numbers(form, linear.weight.data.unsqueeze(0))
 
 
 def _never(_name: str) -> bool:

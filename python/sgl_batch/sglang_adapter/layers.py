@@ -92,11 +92,16 @@ def replace_linear(model: torch.nn.Module, linear: Callable[..., Any], *, unless
         def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
             return linear(x, layer.weight, bias)
 
-    linears = [m for m in model.modules() if type(getattr(m, "quant_method", None)) is UnquantizedLinearMethod]
-    changed = [m for m in linears if not unless(m.weight)]
+    changed = [m for m in plain_linears(model).values() if not unless(m.weight)]
     for module in changed:
         module.quant_method = LinearMethod()
     return changed
+
+
+def plain_linears(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the linear layers of a loaded model that are not quantised, by name."""
+    modules = model.named_modules()
+    return {name: m for name, m in modules if type(getattr(m, "quant_method", None)) is UnquantizedLinearMethod}
 
 
 def plain_mlps(model: torch.nn.Module, names: Iterable[str]) -> list[DenseMlp]:

@@ -113,7 +113,7 @@ class Dequantised:
 
 
 def draw_numbers(form: QuantisedForm, out: Tensor) -> None:
-    """Fill experts' matrices [experts, outputs, inputs] with random numbers that the form has exactly.
+    """Fill matrices [any, outputs, inputs] with random numbers that the form has exactly.
 
     Only numbers that stay in 4 bits in memory matter; of other forms `out` stays as it is.
     """

@@ -12,7 +12,6 @@
 #include "attention.h"
 #include "coded.h"
 #include "experts.h"
-#include "fp4.h"
 #include "gated.h"
 #include "linear.h"
 #include "norm_rope.h"
@@ -132,17 +131,13 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   check(w13, 3, "w13");
   check(w2, 3, "w2");
   const int64_t tokens = x.size(0), hidden = x.size(1), num_slots = w13.size(0);
-  const bool in_words = w13.scalar_type() == at::kInt;  // of which int4_dtype_of checks the inputs
-  const int64_t inter = in_words ? w13.size(1) / 2 : inputs_of(w2, w2.size(2));
-  TORCH_CHECK(w13.size(1) == 2 * inter && (in_words || inputs_of(w13, w13.size(2)) == hidden), "w13 is ", w13.sizes(), ", not [", num_slots, ", ",
-              2 * inter, ", ", hidden, "]");
+  const int64_t inter = w13.scalar_type() == at::kInt ? w13.size(1) / 2 : inputs_of(w2, w2.size(2));
+  TORCH_CHECK(w13.size(1) == 2 * inter, "w13 is ", w13.sizes(), ", not [", num_slots, ", ", 2 * inter, ", ", hidden, "]");
   TORCH_CHECK(w2.size(0) == num_slots && w2.size(1) == hidden, "w2 is ", w2.sizes(), ", not [", num_slots, ", ", hidden,
               ", ", inter, "]");
   const int32_t* slot_of = slots_in(slots, num_slots);
   const int64_t num_experts = slots.has_value() ? slots->size(0) : num_slots;
   const DType w_dtype = expert_dtype_of(w13, hidden, w2, inter);
-  TORCH_CHECK(w_dtype != DType::kFp4 || (fp4_takes(inter, hidden) && fp4_takes(hidden, inter)), "w13 is fp4 for ", hidden,
-              " inputs and ", inter, " between; use multiples of ", kFp4BlockK);
   check_choices(topk_weights, topk_ids, tokens);
   TORCH_CHECK(alpha.has_value() == limit.has_value(), "alpha and limit are given together");
   const float* bias13 = floats_in(w13_bias, num_experts * 2 * inter, "w13_bias");
@@ -214,15 +209,15 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
                   const std::optional<at::Tensor>& scales) {
   check(x, 2, "x");
   check(weight, 2, "weight");
-  const int64_t n = weight.size(0), k = weight.size(1);
-  TORCH_CHECK(x.size(1) == k, "x is ", x.sizes(), " and the weight ", weight.sizes());
+  const int64_t n = weight.size(0), k = x.size(1);
+  const DType w_dtype = matrix_dtype_of(weight, n, k, "weight");
   at::Tensor bias_f32;
   if (bias.has_value()) {
     TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n, "bias is ", bias->sizes(), " for ", n, " outputs");
     bias_f32 = bias->to(at::kFloat).contiguous();
   }
   auto out = at::empty({x.size(0), n}, x.options());
-  const PackedWeight packed{weight.data_ptr(), weight_dtype_of(weight, "weight"), scales_of(weight, scales, n, "weight"), n, k};
+  const PackedWeight packed{weight.data_ptr(), w_dtype, scales_of(weight, scales, n, "weight"), n, k};
   const LinearCall call{x.size(0), 1, x.data_ptr(), k, 0, dtype_of(x, "x"), packed,
                         bias.has_value() ? bias_f32.data_ptr<float>() : nullptr, out.data_ptr(), n, 0};
   run_and_record("linear", call, &LinearCall::rows, run_linear, {x, weight, bias_f32, or_none(scales), out});
@@ -233,11 +228,11 @@ at::Tensor gated(const at::Tensor& x, const at::Tensor& w13, int64_t first, int6
                  const std::optional<at::Tensor>& scales) {
   check(x, 2, "x");
   check(w13, 2, "w13");
-  const int64_t inter = w13.size(0) / 2, hidden = w13.size(1);
-  TORCH_CHECK(w13.size(0) == 2 * inter && x.size(1) == hidden, "w13 is ", w13.sizes(), " for x of ", x.sizes());
+  const int64_t inter = w13.size(0) / 2, hidden = x.size(1);
+  TORCH_CHECK(w13.size(0) == 2 * inter, "w13 is ", w13.sizes(), ", not two matrices of as many outputs");
   TORCH_CHECK(first >= 0 && first <= last && last <= inter && first % kPanel == 0 && (last % kPanel == 0 || last == inter),
               "channels ", first, " to ", last, " of ", inter, "; use whole panels of ", kPanel);
-  const DType w_dtype = weight_dtype_of(w13, "w13");
+  const DType w_dtype = matrix_dtype_of(w13, inter, hidden, "w13");
   const at::ScalarType out_dtype = isa().row_dtype(w_dtype) == DType::kF32 ? at::kFloat : at::kBFloat16;
   auto out = at::empty({x.size(0), last - first}, x.options().dtype(out_dtype));
   run_gated({x.size(0), hidden, inter, first, last, x.data_ptr(), dtype_of(x, "x"), w13.data_ptr(), w_dtype,

@@ -18,7 +18,7 @@ class Gated {
         row_dtype_(isa_.row_dtype(c_.w_dtype)),
         tile_(isa_.tile(c_.w_dtype)),
         gate_{c_.w13, c_.w_dtype, c_.scales, c_.inter, c_.hidden},
-        up_{static_cast<const char*>(c_.w13) + static_cast<size_t>(c_.inter * c_.hidden) * size_of(c_.w_dtype), c_.w_dtype,
+        up_{static_cast<const char*>(c_.w13) + packed_bytes(c_.w_dtype, c_.inter * c_.hidden), c_.w_dtype,
             c_.scales == nullptr ? nullptr : c_.scales + c_.inter, c_.inter, c_.hidden},
         first_panel_(c_.first / kPanel),
         panels_(divide_up(c_.last, kPanel) - first_panel_),

@@ -20,7 +20,7 @@ class Linear {
         element_(static_cast<int64_t>(size_of(c_.x_dtype))),
         row_element_(static_cast<int64_t>(size_of(row_dtype_))),
         row_bytes_(c_.w.k * row_element_),
-        blocks_(divide_up(c_.rows, rows_per_block(tile_.cut, 2 * c_.w.k))),
+        blocks_(divide_up(c_.rows, rows_per_block(tile_.cut, 2 * c_.w.k, has_four_bits(c_.w.dtype)))),
         crowded_(!tile_.cut.row_blocks && c_.rows > tile_.cut.max_rows &&
                  row_stride(c_.x_row * element_) != c_.x_row * element_),
         converts_(row_dtype_ != c_.x_dtype && blocks_ >= kTasksPerThread * num_threads()),
@@ -93,7 +93,7 @@ class Linear {
 
   PackedWeight of_head(int64_t head) const {
     PackedWeight w = c_.w;
-    w.data = static_cast<const char*>(w.data) + static_cast<size_t>(head * w.n * w.k) * size_of(w.dtype);
+    w.data = static_cast<const char*>(w.data) + packed_bytes(w.dtype, head * w.n * w.k);
     return w;
   }
 

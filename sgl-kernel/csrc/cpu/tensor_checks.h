@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "fp4.h"
 #include "gemm.h"
 #include "int4.h"
 
@@ -28,19 +29,28 @@ inline DType int4_dtype_of(const at::Tensor& tensor, int64_t k, const char* name
     if (k % int4_group(dtype) == 0 && tensor.size(-1) * 4 == packed_bytes(dtype, k)) return dtype;
   TORCH_CHECK(false, name, " is ", tensor.sizes(), ", whose rows are no int4 of ", k, " inputs in groups of 32, 64 or 128");
 }
-// Of experts' weights, which may have four bits a number, too: bytes of fp4, words of int4.
-inline DType expert_dtype_of(const at::Tensor& w13, int64_t hidden, const at::Tensor& w2, int64_t inter) {
-  TORCH_CHECK(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
-  if (w13.scalar_type() == at::kByte) return DType::kFp4;
-  if (w13.scalar_type() != at::kInt) return weight_dtype_of(w13, "w13");
-  const DType dtype = int4_dtype_of(w13, hidden, "w13");
-  TORCH_CHECK(int4_dtype_of(w2, inter, "w2") == dtype, "w13 is ", w13.sizes(), " but w2 ", w2.sizes(),
-              ", which is int4 with groups of another size");
-  return dtype;
-}
 // How many inputs a matrix of so many numbers, or bytes, a row has.
 inline int64_t inputs_of(const at::Tensor& weight, int64_t columns) {
   return weight.scalar_type() == at::kByte ? columns / 17 * 32 : columns;
+}
+// Of matrices of n outputs and k inputs, which may have four bits a number, too: bytes of fp4, words of int4.
+inline DType matrix_dtype_of(const at::Tensor& weight, int64_t n, int64_t k, const char* name) {
+  if (weight.scalar_type() == at::kInt) {
+    TORCH_CHECK(n % kPanel == 0, name, " is int4 of ", n, " outputs; use a multiple of ", kPanel);
+    return int4_dtype_of(weight, k, name);
+  }
+  TORCH_CHECK(inputs_of(weight, weight.size(-1)) == k, name, " is ", weight.sizes(), " for ", k, " inputs");
+  if (weight.scalar_type() != at::kByte) return weight_dtype_of(weight, name);
+  TORCH_CHECK(fp4_takes(n, k), name, " is fp4 of ", n, " outputs and ", k, " inputs; use multiples of ", kPanel, " and ", kFp4BlockK);
+  return DType::kFp4;
+}
+// Of experts' weights, of one number type.
+inline DType expert_dtype_of(const at::Tensor& w13, int64_t hidden, const at::Tensor& w2, int64_t inter) {
+  TORCH_CHECK(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
+  const DType dtype = matrix_dtype_of(w13, inter, hidden, "w13");
+  TORCH_CHECK(matrix_dtype_of(w2, hidden, inter, "w2") == dtype, "w13 is ", w13.sizes(), " but w2 ", w2.sizes(),
+              ", which is int4 with groups of another size");
+  return dtype;
 }
 
 inline void check(const at::Tensor& tensor, int64_t dim, const char* name) {

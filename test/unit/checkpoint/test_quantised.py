@@ -98,11 +98,44 @@ def gptq_layer(inputs: dict[str, int], group: int, *, outputs: int = 96, **asked
 
 
 @pytest.mark.parametrize(("group", "kept"), [(32, 32), (64, 64), (128, 128), (256, 128)])
-def test_experts_of_integers_of_4_bits_stay_so_small(group: int, kept: int) -> None:
+def test_integers_of_4_bits_stay_so_small(group: int, kept: int) -> None:
     quantised = gptq_layer({"gate_proj": 512, "down_proj": 256}, group)
-    names = [f"l.mlp.experts.0.{one}.weight" for one in ("gate_proj", "down_proj")]
-    assert quantised.fours == dict.fromkeys(names, FourBits(kept, 4)), "shared experts are plain matrices"
+    begins = ("l.mlp.experts.0", "l.mlp.shared_expert")
+    names = [f"{begin}.{one}.weight" for begin in begins for one in ("gate_proj", "down_proj")]
+    assert quantised.fours == dict.fromkeys(names, FourBits(kept, 4))
     assert quantised.fours[names[0]].num_bytes(1024) == 512 + 1024 // kept * 4
+
+
+def gptq_matrices(*names: str, outputs: int = 96) -> QuantisedTensors:
+    """Return matrices by the beginnings of their names; each has 512 inputs in groups of 64."""
+    tensors = {}
+    for name in names:
+        tensors |= {
+            f"{name}__qweight": ("I32", (64, outputs)),
+            f"{name}__qzeros": ("I32", (8, outputs // 8)),
+            f"{name}__scales": ("F16", (8, outputs)),
+        }
+    return found({**GPTQ, "group_size": 64}, **tensors)
+
+
+def test_matrices_of_attention_stay_in_4_bits_and_those_that_choose_do_not() -> None:
+    attention = [f"l__self_attn__{one}" for one in ("q_proj", "o_proj", "kv_b_proj")]
+    quantised = gptq_matrices(*attention, "l__mlp__gate", "lm_head")
+    assert set(quantised.fours) == {"l.self_attn.q_proj.weight", "l.self_attn.o_proj.weight"}
+
+
+def test_what_is_one_product_has_one_form_of_4_bits() -> None:
+    matrices = gptq_matrices("l__q_proj", "l__k_proj", "l__o_proj").matrices
+    narrow = gptq_matrices("l__k_proj", outputs=80).matrices
+    with_narrow = QuantisedTensors(form=quantised_form(GPTQ), matrices={**matrices, **narrow}, unused=frozenset())
+    assert set(with_narrow.fours) == {"l.o_proj.weight"}
+
+
+def test_what_is_one_product_with_floats_stays_floats() -> None:
+    parts = {"qweight": ("I32", (16, 96)), "qzeros": ("I32", (4, 12)), "scales": ("F16", (4, 96))}
+    matrices = {f"l__{name}__{end}": one for name in ("q_proj", "o_proj") for end, one in parts.items()}
+    assert set(found(GPTQ, **matrices).fours) == {"l.q_proj.weight", "l.o_proj.weight"}
+    assert set(found(GPTQ, **matrices, l__k_proj__weight=("BF16", (32, 128))).fours) == {"l.o_proj.weight"}
 
 
 def test_a_layer_has_one_form_of_4_bits_and_none_where_a_matrix_has_none() -> None:

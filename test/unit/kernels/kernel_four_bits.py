@@ -1,4 +1,4 @@
-"""Owns what cases of experts in 4 bits share: products have bfloat16's bits, whatever the form."""
+"""Owns what cases of weights in 4 bits share: products have bfloat16's bits, whatever the form."""
 
 from __future__ import annotations
 
@@ -64,3 +64,24 @@ def expert_cases(
             exact = kernels.experts(x, w13.packed, w2.packed, *choice, f32_output=True, **more)
             found = kernels.experts(x, w13.small, w2.small, *choice, f32_output=True, **more)
             yield f"{name} {count} tokens, {routing}", all(map(torch.equal, found, exact))
+        for dtype in (torch.bfloat16, torch.float32):
+            rows, between = torch.randn(count, hidden, dtype=dtype), torch.randn(count, inter, dtype=dtype)
+            yield f"{name} {count} rows of {dtype}, gated", _gated_alike(rows, w13)
+            yield f"{name} {count} rows of {dtype}, linear", _linear_alike(between, w2)
+
+
+def _gated_alike(rows: torch.Tensor, w13: FourBitWeight) -> bool:
+    """Return whether the first expert's gate and up have the same bits in both forms: whole, and some channels."""
+    inter = w13.plain.shape[1] // 2
+    return all(
+        torch.equal(kernels.gated(rows, w13.small[0], *some), kernels.gated(rows, w13.packed[0], *some))
+        for some in ((0, inter), (inter // 2 // 32 * 32, inter))
+    )
+
+
+def _linear_alike(rows: torch.Tensor, weight: FourBitWeight) -> bool:
+    """Return whether products with the first matrix have the same bits: with a bias, and with its last panel alone."""
+    bias = torch.randn(weight.plain.shape[1])
+    whole = [kernels.linear(rows, one[0], bias) for one in (weight.small, weight.packed)]
+    last = kernels.linear(rows, weight.small[0, -32:])
+    return torch.equal(*whole) and torch.equal(last, kernels.linear(rows, weight.packed[0, -32:]))

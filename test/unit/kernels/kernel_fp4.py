@@ -92,5 +92,8 @@ def refused_cases() -> Iterator[Check]:
             "with marks of coded bfloat16",
             lambda: kernels.experts(x, packed, packed[:, :, :17].contiguous(), *choice, w13_marks=torch.zeros(4, 1)),
         ),
+        ("weight is [64, 17] for 64 inputs", lambda: kernels.linear(x, packed[0, :, :17].contiguous())),
+        ("fp4 of 48 outputs and 64 inputs; use multiples", lambda: kernels.linear(x, packed[0, :48])),
+        ("fp4 of 48 outputs and 64 inputs; use multiples", lambda: kernels.gated(x, packed.view(-1, 34)[:96], 0, 32)),
     )
     yield from refusals("fp4", refused)

@@ -106,5 +106,8 @@ def refused_cases() -> Iterator[Check]:
             lambda: kernels.experts(x, packed.repeat(1, 2, 1), packed, *choice, w13_marks=torch.zeros(4, 2)),
         ),
         ("int4 is int32", lambda: kernels.unpack_int4(packed.float(), 64)),
+        ("no int4 of 64 inputs", lambda: kernels.linear(x, packed[0, :, :8].contiguous())),
+        ("int4 of 31 outputs; use a multiple of 32", lambda: kernels.linear(x, packed[0, :31])),
+        ("int4 of 48 outputs; use a multiple of 32", lambda: kernels.gated(x, packed.view(-1, 10)[:96], 0, 32)),
     )
     yield from refusals("int4", refused)
