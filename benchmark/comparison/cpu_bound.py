@@ -82,7 +82,7 @@ class _Elements:
     """The elements of a checkpoint's matrices, and the share of the experts that a token is sent to.
 
     `last_only`: those of the last layer that a token is sent through but do not make keys and values. A prompt's token
-    needs them only if another one is sampled from it. `expert_bytes`: of a number of experts as it is kept in memory.
+    needs them only if another one is sampled from it. `dense_bytes`, `expert_bytes`: of a number, as it is in memory.
     """
 
     dense: float
@@ -90,6 +90,7 @@ class _Elements:
     head: float
     share: float
     last_only: float
+    dense_bytes: float
     expert_bytes: float
 
     @property
@@ -100,7 +101,7 @@ class _Elements:
         """Return the products of a step with so many tokens, which choose experts at random."""
         chosen = self.experts * (1 - (1 - self.share) ** tokens)
         return (
-            Part(flop=2 * tokens * self.dense, read_bytes=_BYTES * self.dense),
+            Part(flop=2 * tokens * self.dense, read_bytes=self.dense_bytes * self.dense),
             Part(flop=2 * tokens * self.experts * self.share, read_bytes=self.expert_bytes * chosen),
             Part(flop=2 * tokens * self.head, read_bytes=_BYTES * self.head),
         )
@@ -161,7 +162,7 @@ def _seen(lengths: Sequence[int], windows: Iterable[int | None]) -> int:
 
 
 def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:
-    dense = experts = head = embedding = last_dense = last_experts = expert_bytes = 0.0
+    dense = experts = head = embedding = last_dense = last_experts = dense_bytes = expert_bytes = 0.0
     layers = config["num_hidden_layers"]
     last = f".layers.{layers - 1}."
     # Matrices of a quantised checkpoint count as the floats that they stand for, and take the bytes in which they stay.
@@ -179,6 +180,7 @@ def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:
             last_experts += elements * (last in name)
         else:
             dense += elements
+            dense_bytes += one.num_bytes(_BYTES) * is_matrix
             last_dense += elements * (last in name and not any(part in name for part in _KEYS_AND_VALUES))
     if not dense:
         raise ConfigError(f"--bound: {model} has no matrices in *.safetensors files of its own")
@@ -189,6 +191,7 @@ def _elements(model: Path, config: Mapping[str, Any]) -> _Elements:
         head=head or embedding,
         share=share,
         last_only=last_dense + last_experts * share,
+        dense_bytes=dense_bytes / dense,
         expert_bytes=expert_bytes / experts if experts else _BYTES,
     )
 

@@ -78,6 +78,12 @@ class Model:
         chosen = number(self.value, "num_experts_per_tok", default=num_experts)
         return {"total": total, "experts": experts, "active": total - experts + experts * chosen // num_experts}
 
+    @cached_property
+    def more_as_floats(self) -> int:
+        """Bytes that weights beside experts take more where ranks share them, in whose memory none has 4 bits."""
+        small = [tensor for tensor in self.tensors if tensor.four_bits is not None and not tensor.is_expert]
+        return sum(tensor.count * self.item_bytes - tensor.num_bytes(self.item_bytes) for tensor in small)
+
     def weight_bytes(self, *, int8: bool = False) -> WeightBytes:
         """Return the bytes of weights on a device while they are resident."""
         if int8 not in self._weight_bytes:
@@ -208,6 +214,8 @@ def rank_weights(model: Model, config: BatchConfig, target: Target) -> tuple[int
     memory, is_int8 = config.memory, target.device == CPU and config.forward.cpu_weight_dtype == "int8"
     weights = model.weight_bytes(int8=is_int8)
     others, mine = weights.all - weights.experts, -(-weights.experts // target.ranks)
+    if target.ranks > 1:
+        others += model.more_as_floats
     if target.tensor:
         others = -(-others // target.ranks)
     if memory.weights == "streamed":

@@ -12,6 +12,8 @@ from comparison.cpu_bound import LeastWork, Part, Step, bound_text, least_work
 from comparison.figures import spread
 from comparison.workload import Workload, model_config
 
+from tiny_models.quantised import quantise
+
 WORKLOAD = Workload(prompts=[[1] * 10, [2] * 30], output_lens=[5, 1], description="two prompts")
 COMPUTED = 40 + 6 - 2  # the last token of an output is not computed
 
@@ -43,6 +45,18 @@ def test_scored_prompts_need_all_of_the_last_layer_and_the_output_matrix_for_eac
     expected = 2 * 38 * (unread + hidden * config["vocab_size"]) + 4 * seen * heads * head
     assert scored.flop - plain.flop == pytest.approx(expected)
     assert scored.steps == plain.steps
+
+
+def test_a_step_reads_matrices_in_the_bits_in_which_they_are_kept(repo_root, tmp_path):
+    plain = repo_root / "test" / "models" / "tiny-qwen3-moe"
+    config, small = model_config(plain), quantise(plain, tmp_path / "gptq", "gptq-4")
+    of_floats, of_integers = (least_work(model, WORKLOAD).steps[0].parts for model in (plain, small))
+    assert [one.flop for one in of_integers] == [one.flop for one in of_floats]
+    router = 2 * config["num_hidden_layers"] * config["hidden_size"] * config["num_experts"]
+    dense, experts = of_floats[1].read_bytes - router, of_floats[2].read_bytes
+    assert of_integers[1].read_bytes == pytest.approx(dense * 5 / 16 + router), "a scale of 4 bytes for 32"
+    assert of_integers[2].read_bytes == pytest.approx(experts * 5 / 16)
+    assert of_integers[3] == of_floats[3]
 
 
 def test_a_step_of_decode_reads_the_experts_that_its_tokens_choose_and_their_kv(repo_root):
