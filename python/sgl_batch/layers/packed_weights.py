@@ -87,6 +87,7 @@ class PackedWeights:
         self._int8, self._int8_rows, self._coded, self._four_bits = int8, int8_rows, coded, four_bits
         self._packed: dict[int, _Packed] = {}
         self._arena: SharedArena | None = None
+        self._ones, self._zeros = torch.ones(0, 1), torch.zeros(0, 1, dtype=torch.int32)
         self.split = PassSplit()
         self.version = 0
         """Changes whenever packed weights may have changed."""
@@ -395,9 +396,13 @@ class PackedWeights:
             split = self._split_of(gate, up, down)
         if split is not None:
             return self._shared_mlp(split, x_TM, gate_up, down)
-        one = (len(x_TM), 1)
-        choice = torch.ones(one), torch.zeros(one, dtype=torch.int32)
-        return self.experts(x_TM, gate_up[None], down[None], *choice)[0]
+        return self.experts(x_TM, gate_up[None], down[None], *self._only_choice(len(x_TM)))[0]
+
+    def _only_choice(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and ids [rows, 1] that choose the first expert alone, the same memory again and again."""
+        if rows > len(self._ones):
+            self._ones, self._zeros = torch.ones(rows, 1), torch.zeros(rows, 1, dtype=torch.int32)
+        return self._ones[:rows], self._zeros[:rows]
 
     def _shared_mlp(
         self, split: ColumnSplit, x_TM: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor

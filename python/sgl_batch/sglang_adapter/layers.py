@@ -134,24 +134,34 @@ def replace_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Non
     module.forward = forward
 
 
+# SGLang's class of attention in dense Qwen3 models.
+_DENSE_QWEN3 = "Qwen3Attention"
+
+
 def replace_qk_norm_rope(model: torch.nn.Module, compute: Callable[..., None]) -> int:
     """Let attention that norms each head of queries and keys norm and rotate with `compute`; return how many modules.
 
     `compute(attention, qkv, positions)` writes to qkv [T, q | k | v]. Modules with other norms or positions stay.
     """
 
-    def under(attention: Any) -> Callable[..., Any]:
-        def apply_qk_norm_rope(qkv: Any, positions: Any, forward_batch: Any) -> Any:
+    def under(attention: Any) -> None:
+        def apply_qk_norm_rope(qkv: Any, positions: Any, forward_batch: Any = None) -> Any:
             compute(attention, qkv, positions)
             return qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
 
-        return apply_qk_norm_rope
+        if type(attention).__name__ == _DENSE_QWEN3:  # it has no method for this apart from the product before
+            attention.forward_prepare_native = lambda positions, hidden_states: apply_qk_norm_rope(
+                attention.qkv_proj(hidden_states)[0], positions
+            )
+        else:
+            attention.apply_qk_norm_rope = apply_qk_norm_rope
+            attention._used_fused_qk_norm_rope_last_call = False
 
     modules: Iterable[Any] = model.modules()
-    found = [m for m in modules if hasattr(m, "apply_qk_norm_rope") and _norms_and_rotates_plainly(m)]
+    known = [m for m in modules if hasattr(m, "apply_qk_norm_rope") or type(m).__name__ == _DENSE_QWEN3]
+    found = [m for m in known if _norms_and_rotates_plainly(m)]
     for attention in found:
-        attention.apply_qk_norm_rope = under(attention)
-        attention._used_fused_qk_norm_rope_last_call = False
+        under(attention)
     return len(found)
 
 
