@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from sgl_batch.sglang_adapter.layers import (
+    PLAIN_ROTARY,
     DeepseekScalingRotaryEmbedding,
     RMSNorm,
-    RotaryEmbedding,
     is_plain_norm,
     register_forward,
     replace_qk_norm_rope,
@@ -64,7 +64,7 @@ def register(kernels: ModuleType, dispatch_key: str) -> None:
         return query, key
 
     register_forward(RMSNorm, rms_norm, dispatch_key)
-    for embedding_class in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
+    for embedding_class in (*PLAIN_ROTARY, DeepseekScalingRotaryEmbedding):
         register_forward(embedding_class, rotary, dispatch_key)
     replace_repetition_penalties(kernels.penalize_repetition)
 

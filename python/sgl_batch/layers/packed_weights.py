@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from types import ModuleType
 
 import torch
@@ -20,6 +19,7 @@ from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.column_split import ColumnSplit, PassSplit
 from sgl_batch.layers.moe import cpu_experts
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
+from sgl_batch.layers.moe.packed_experts import biases_of, packed_experts
 from sgl_batch.layers.small_weights import FOUR_BIT_FORMS, FourBitForm, from_int8, int8_room, new_tensor
 
 PANEL = 32
@@ -87,6 +87,7 @@ class PackedWeights:
         self._int8, self._int8_rows, self._coded, self._four_bits = int8, int8_rows, coded, four_bits
         self._packed: dict[int, _Packed] = {}
         self._arena: SharedArena | None = None
+        self._biases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._ones, self._zeros = torch.ones(0, 1), torch.zeros(0, 1, dtype=torch.int32)
         self.split = PassSplit()
         self.version = 0
@@ -260,6 +261,7 @@ class PackedWeights:
             for packed in everything:
                 if packed is packed.group[0]:
                     self._put(packed.group)
+            self._biases.clear()
             self.version += 1
 
     def matrices_of(self, experts: torch.Tensor) -> torch.Tensor:
@@ -383,7 +385,15 @@ class PackedWeights:
             int8_rows=self._rounds_rows(w13),
             marks=(self._marks(w13), self._marks(w2)),
             clamped=clamped,
+            biases=None if clamped is None else self._biases_of(clamped),
         )
+
+    def _biases_of(self, clamped: ClampedExperts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the biases as the kernels take them, the same memory again and again."""
+        key = clamped.w13_bias.data_ptr()
+        if key not in self._biases:
+            self._biases[key] = biases_of(clamped)
+        return self._biases[key]
 
     def mlp(self, x_TM: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         """Compute an MLP with weights [2I, M] and [M, I] for every row [T, M] in one call, as a single expert.
@@ -420,52 +430,6 @@ class PackedWeights:
         # The product is rounded once, to the number type of the rows.
         exact = gated_TI.to(torch.promote_types(gated_TI.dtype, x_TM.dtype))
         return self._shared_linear(split, exact, down, None).to(x_TM.dtype)
-
-
-def packed_experts(
-    kernels: ModuleType,
-    x_TM: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
-    topk_ids_TK: torch.Tensor,
-    *,
-    f32_output: bool,
-    w13_scales: torch.Tensor | None,
-    w2_scales: torch.Tensor | None,
-    int8_rows: bool = False,
-    slots: torch.Tensor | None = None,
-    marks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    clamped: ClampedExperts | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the kernels' `experts` or `experts_int8` with packed weights.
-
-    The other tensors are converted to the form that it needs. `slots`, and `marks` of w13 and of w2, are for `experts`.
-    """
-    assert slots is None or not int8_rows, "streamed experts meet rows as they are"
-    run = kernels.experts_int8
-    if not int8_rows:
-        run = partial(kernels.experts, slots=slots, w13_marks=marks[0], w2_marks=marks[1])
-    activation = {}
-    if clamped is not None:
-        activation = {
-            "w13_bias": in_halves(clamped.w13_bias.float()),
-            "w2_bias": clamped.w2_bias.float().contiguous(),
-            "alpha": clamped.alpha,
-            "limit": clamped.limit,
-        }
-    done: tuple[torch.Tensor, torch.Tensor] = run(
-        x_TM if x_TM.stride(-1) == 1 else x_TM.contiguous(),
-        w13,
-        w2,
-        topk_weights_TK.to(torch.float32).contiguous(),
-        topk_ids_TK.to(torch.int32).contiguous(),
-        f32_output=f32_output,
-        w13_scales=w13_scales,
-        w2_scales=w2_scales,
-        **activation,
-    )
-    return done
 
 
 def _rows_of(weight_NK: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

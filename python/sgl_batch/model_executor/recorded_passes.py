@@ -5,6 +5,7 @@ of them do. The first pass that has no more rows than the one before is computed
 the native library records its calls. Later passes with as many rows or fewer copy their inputs there and make the calls
 again: the same kernels over the same weights, with the same bits.
 
+Some of torch's operators on rows lie between the native calls, and are made native calls themselves: their bits stay.
 A pass whose layers compute with anything but recordable operators and views is not recorded, and no other is tried.
 """
 
@@ -37,24 +38,38 @@ _RECORDED = frozenset(
     f"sgl_batch_kernel::{name}"
     for name in (
         "add_rms_norm_",
+        "add_rows",
         "attention",
+        "copy_rows",
         "experts",
         "experts_int8",
         "linear",
         "linear_int8",
+        "mul_rows",
         "qk_norm_rope",
         "rms_norm",
         "rotary",
+        "scale_rows",
+        "sigmoid_rows",
         "topk",
         "write_pages",
     )
 )
-# They give memory that a recorded operator writes, or free an earlier record, whenever Python gets round to it.
+# They give memory that a recorded operator writes, or another shape to what one has written, or free an earlier record,
+# whenever Python gets round to it.
 _OTHERS = frozenset(
-    ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "sgl_batch_kernel::record_drop")
+    (
+        "aten::_unsafe_view",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "sgl_batch_kernel::record_drop",
+    )
 )
 
 _PARTS = ("attention", "router", "experts")
+_MATRIX = 2
 
 # A record keeps the rows between all calls apart: in each layer about as many numbers as this many hidden states.
 # Passes with so many rows that this takes more memory are computed; they hardly notice the time between two calls.
@@ -121,7 +136,7 @@ class RecordedPasses:
         batch = inputs.batch(sub.forward_batch)
         own = replace(part, batch=batch, sub_batches=[replace(sub, forward_batch=batch, attn_metadata=inputs.pieces)])
         self._attn_backend.forward_metadata = inputs.pieces
-        watch = _Watch()
+        watch = _Watch(self._kernels, len(hidden))
         self._kernels.record_begin(len(hidden))
         try:
             with self._counters.counting_later() as rows_per_expert, watch:
@@ -209,11 +224,15 @@ def _is_as_read(batch: ForwardBatch) -> bool:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operator of a pass. `is_recordable`: whether a record of the native calls has all of the pass."""
+    """Sees every operator of a pass over so many rows, and computes some of torch's by native ones.
 
-    def __init__(self) -> None:
+    `is_recordable`: whether a record of the native calls has all of the pass.
+    """
+
+    def __init__(self, kernels: ModuleType, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_recordable = True
+        self._by_rows = _ByRows(kernels, rows)
 
     def __torch_dispatch__(
         self,
@@ -223,5 +242,66 @@ class _Watch(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         name = func._schema.name
-        self.is_recordable &= name in _RECORDED or name in _OTHERS or func.is_view
+        if not (name in _RECORDED or name in _OTHERS or func.is_view):
+            done = self._by_rows(name, args, kwargs or {})
+            if done is not None:
+                return done
+            self.is_recordable = False
         return func(*args, **(kwargs or {}))
+
+
+class _ByRows:
+    """Computes torch's operators on so many rows by native ones that a record can have."""
+
+    def __init__(self, kernels: ModuleType, rows: int) -> None:
+        self._kernels, self._rows = kernels, rows
+        self._operators: Mapping[str, Callable[..., torch.Tensor | None]] = {
+            "aten::_to_copy": self._copied,
+            "aten::add": self._added,
+            "aten::clone": self._copied,
+            "aten::mul": self._multiplied,
+            "aten::sigmoid": self._sigmoid,
+        }
+
+    def __call__(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor | None:
+        """Return what an operator gives; None, and nothing is done, where no native one does the same."""
+        operator = self._operators.get(name)
+        return None if operator is None else operator(*args, **kwargs)
+
+    def _copied(
+        self, x: torch.Tensor, *, dtype: torch.dtype | None = None, memory_format: object = None, **others: object
+    ) -> torch.Tensor | None:
+        # A copy keeps the order of dimensions, of which only rows with gaps between them lie as a contiguous one does.
+        plain = x.is_contiguous() or (x.dim() == _MATRIX and x.stride(1) == 1 <= x.stride(0))
+        if not plain or any(value for value in others.values()) or not self._have_rows(x):
+            return None
+        done: torch.Tensor = self._kernels.copy_rows(x, dtype)
+        return done
+
+    def _added(self, a: object, b: object, **others: object) -> torch.Tensor | None:
+        if others or not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and self._have_rows(a, b)):
+            return None
+        done: torch.Tensor = self._kernels.add_rows(a, b)
+        return done
+
+    def _multiplied(self, a: object, b: object) -> torch.Tensor | None:
+        if not isinstance(a, torch.Tensor):
+            return None
+        done: torch.Tensor | None = None
+        if isinstance(b, torch.Tensor) and self._have_rows(a, b):
+            done = self._kernels.mul_rows(a, b)
+        elif isinstance(b, (int, float)) and a.is_floating_point() and self._have_rows(a):
+            done = self._kernels.scale_rows(a, b)
+        return done
+
+    def _sigmoid(self, x: torch.Tensor) -> torch.Tensor | None:
+        done: torch.Tensor | None = None
+        if x.is_floating_point() and self._have_rows(x):
+            done = self._kernels.sigmoid_rows(x)
+        return done
+
+    def _have_rows(self, *operands: torch.Tensor) -> bool:
+        """Return whether the rows of what the operands give are those of the pass."""
+        dims = max(one.dim() for one in operands)
+        counts = {one.shape[0] for one in operands if one.dim() == dims and dims > 0}
+        return self._rows in counts and counts <= {self._rows, 1}

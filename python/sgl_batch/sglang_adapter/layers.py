@@ -32,7 +32,14 @@ with bootstrap.importing():
         UnquantizedLinearMethod,
     )
     from sglang.srt.layers.rotary_embedding import RotaryEmbedding
-    from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.rope_variant import (
+        DeepseekScalingRotaryEmbedding,
+        DynamicNTKAlphaRotaryEmbedding,
+        DynamicNTKScalingRotaryEmbedding,
+        Llama3RotaryEmbedding,
+    )
+    from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB as RETURN_ORIGINAL_LOGPROB
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
     from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
@@ -44,13 +51,13 @@ with bootstrap.importing():
     from xgrammar import apply_token_bitmask_inplace
 
 __all__ = [
+    "PLAIN_ROTARY",
     "RETURN_ORIGINAL_LOGPROB",
     "TOP_K_ALL",
     "AttentionBackend",
     "DeepseekScalingRotaryEmbedding",
     "ParallelLMHead",
     "RMSNorm",
-    "RotaryEmbedding",
     "Sampler",
     "StandardCombineInput",
     "StandardTopKOutput",
@@ -134,8 +141,17 @@ def replace_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Non
     module.forward = forward
 
 
-# SGLang's class of attention in dense Qwen3 models.
-_DENSE_QWEN3 = "Qwen3Attention"
+PLAIN_ROTARY = (
+    RotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    DynamicNTKAlphaRotaryEmbedding,
+    DynamicNTKScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
+"""Rotations that differ in their table of angles alone."""
+# SGLang's classes of attention that norms and rotates in a method with the product before.
+_DENSE_QWEN3, _GLM4_MOE = "Qwen3Attention", "Glm4MoeAttention"
 
 
 def replace_qk_norm_rope(model: torch.nn.Module, compute: Callable[..., None]) -> int:
@@ -145,21 +161,31 @@ def replace_qk_norm_rope(model: torch.nn.Module, compute: Callable[..., None]) -
     """
 
     def under(attention: Any) -> None:
-        def apply_qk_norm_rope(qkv: Any, positions: Any, forward_batch: Any = None) -> Any:
+        def normed(qkv: Any, positions: Any) -> Any:
             compute(attention, qkv, positions)
             return qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
 
-        if type(attention).__name__ == _DENSE_QWEN3:  # it has no method for this apart from the product before
-            attention.forward_prepare_native = lambda positions, hidden_states: apply_qk_norm_rope(
-                attention.qkv_proj(hidden_states)[0], positions
-            )
+        def prepare_qwen3(positions: Any, hidden_states: Any) -> Any:
+            return normed(attention.qkv_proj(hidden_states)[0], positions)
+
+        def prepare_glm4(positions: Any, hidden_states: Any, forward_batch: Any) -> Any:
+            if not len(hidden_states):
+                return hidden_states, forward_batch, None
+            qkv, _ = attention.qkv_proj(hidden_states)
+            return None, forward_batch, (*normed(qkv, positions), forward_batch)
+
+        name = type(attention).__name__
+        if name == _DENSE_QWEN3:
+            attention.forward_prepare_native = prepare_qwen3
+        elif name == _GLM4_MOE:
+            attention.forward_prepare = prepare_glm4
         else:
-            attention.apply_qk_norm_rope = apply_qk_norm_rope
+            attention.apply_qk_norm_rope = lambda qkv, positions, _: normed(qkv, positions)
             attention._used_fused_qk_norm_rope_last_call = False
 
     modules: Iterable[Any] = model.modules()
-    known = [m for m in modules if hasattr(m, "apply_qk_norm_rope") or type(m).__name__ == _DENSE_QWEN3]
-    found = [m for m in known if _norms_and_rotates_plainly(m)]
+    known = [m for m in modules if hasattr(m, "apply_qk_norm_rope") or type(m).__name__ in (_DENSE_QWEN3, _GLM4_MOE)]
+    found = [m for m in known if hasattr(m, "q_norm") and _norms_and_rotates_plainly(m)]
     for attention in found:
         under(attention)
     return len(found)
@@ -169,7 +195,7 @@ def _norms_and_rotates_plainly(attention: Any) -> bool:
     norms = (attention.q_norm, attention.k_norm)
     return (
         all(type(norm) is RMSNorm and is_plain_norm(norm) for norm in norms)
-        and type(attention.rotary_emb) is RotaryEmbedding
+        and type(attention.rotary_emb) in PLAIN_ROTARY
         and norms[0].variance_epsilon == norms[1].variance_epsilon
     )
 

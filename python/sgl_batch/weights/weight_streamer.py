@@ -23,7 +23,7 @@ from sgl_batch.core.weight_residency import (
 )
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts
 from sgl_batch.layers.moe.expert_runner import ExpertRunner
-from sgl_batch.layers.packed_weights import packed_experts
+from sgl_batch.layers.moe.packed_experts import packed_experts
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.sglang_adapter.host_copies import upload_copy
 from sgl_batch.weights.expert_slot_table import ExpertSlotTable

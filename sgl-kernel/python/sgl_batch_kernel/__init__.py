@@ -9,6 +9,11 @@ from pathlib import Path
 
 import torch
 
+from .row_operators import add_rows as add_rows
+from .row_operators import copy_rows as copy_rows
+from .row_operators import mul_rows as mul_rows
+from .row_operators import scale_rows as scale_rows
+from .row_operators import sigmoid_rows as sigmoid_rows
 from .token_choice import argmax as argmax
 from .token_choice import log_probabilities as log_probabilities
 from .token_choice import mask_tokens as mask_tokens
@@ -434,7 +439,8 @@ def topk(
 def record_begin(rows: int) -> None:
     """Record this thread's calls of experts, linear layers, norms, rotations, `topk`, `write_pages` and `attention`.
 
-    They must be of `rows` rows each; those of attention have one row a piece. Other operators are not recorded.
+    And of the row operators. They must be of `rows` rows each; those of attention have one row a piece. Other operators
+    are not recorded.
     """
     _ops.record_begin(rows)
 
