@@ -29,9 +29,9 @@ def packed(*shape: int) -> torch.Tensor:
 class NativeLayers:
     """Some layers of the native operators, with pages of KV of their own."""
 
-    def __init__(self, *, adds_ones: bool = False) -> None:
+    def __init__(self, *, adds_ones: bool = False, in_torch: bool = False) -> None:
         torch.manual_seed(0)
-        self.adds_ones = adds_ones
+        self.adds_ones, self.in_torch = adds_ones, in_torch
         self.layers = [
             SimpleNamespace(
                 norm=torch.rand(HIDDEN) + 0.5,
@@ -61,6 +61,8 @@ class NativeLayers:
             hidden = kernels.linear(self.attended(layer, query), layer.out)
             if self.adds_ones:
                 hidden = hidden + 1
+            if self.in_torch:
+                hidden = shared(hidden, layer.norm)
             kernels.add_rms_norm_(hidden, residual, layer.norm, 1e-6)
             weights, ids = kernels.topk(kernels.linear(hidden, layer.gate), 2, renormalize=True)
             hidden, rows_per_expert = kernels.experts(hidden, layer.w13, layer.w2, weights, ids)
@@ -70,6 +72,14 @@ class NativeLayers:
     def attended(self, layer: Any, query: torch.Tensor) -> torch.Tensor:
         pools, pieces = (layer.keys, layer.values), self.backend.forward_metadata
         return attend(native_kernels(), query, pools, pieces, page_size=PAGE, head_dim=DIM, scaling=0.2)
+
+
+def shared(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Operators of torch on rows, as SGLang's models have them between products."""
+    half = hidden[:, : HIDDEN // 2].contiguous() * 0.5
+    scaled = (hidden * weight).to(torch.bfloat16)
+    gate = torch.sigmoid(scaled[:, :1]) * scaled
+    return torch.add(hidden, gate).view(len(hidden), 2, -1).clone().flatten(1) + half[:, :1]
 
 
 def decode_part(lengths: list[int], step: int) -> tuple[Part, torch.Tensor]:
@@ -96,8 +106,8 @@ def decode_part(lengths: list[int], step: int) -> tuple[Part, torch.Tensor]:
 class Runs:
     """The same passes by a record and computed."""
 
-    def __init__(self, *, adds_ones: bool = False) -> None:
-        self.by_record, self.by_hand = (NativeLayers(adds_ones=adds_ones) for _ in range(2))
+    def __init__(self, **layers: bool) -> None:
+        self.by_record, self.by_hand = (NativeLayers(**layers) for _ in range(2))
         self.version, self.step = 0, 0
         self.passes = RecordedPasses(
             native_kernels(),
@@ -177,6 +187,12 @@ def test_groups_whose_record_would_take_too_much_memory_are_computed(monkeypatch
     monkeypatch.setattr(recorded_passes, "_MOST_BYTES", 3 * row_bytes)
     runs = Runs()
     assert [runs.computes([5] * rows) for rows in (4, 4, 4, 3, 3, 2)] == [True, True, True, True, False, False]
+
+
+def test_operators_of_torch_on_rows_between_native_ones_are_recorded():
+    runs = Runs(in_torch=True)
+    assert [runs.computes([7 + step] * 5) for step in range(4)] == [True, True, False, False]
+    assert not any(runs.computes([20 + step] * rows) for step, rows in enumerate((5, 4, 2, 1, 3, 5)))
 
 
 def test_layers_that_compute_with_other_operators_are_computed_each_time():
