@@ -216,7 +216,7 @@ def linear(
 ) -> torch.Tensor:
     """Rows [T, K] times a packed weight [N, K], plus a bias [N]; the result has x's number type.
 
-    A weight of int8 has `scales` [N], float32.
+    A weight of int8 has `scales` [N], float32; one of 4 bits is as `pack_fp4_` or `pack_int4_` give it.
     """
     out: torch.Tensor = _ops.linear(x_TK, weight, bias, scales)
     return out
