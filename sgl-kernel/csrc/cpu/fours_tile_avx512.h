@@ -49,6 +49,10 @@ struct PanelOfInt4 {
   Int4Scales own;
 };
 
+// Where the next panel is not asked for, the core brings a panel's lines by itself, but none beyond the page that it reads: lines
+// are asked for so far ahead.
+constexpr int64_t kPageBytes = 4096;
+
 template <typename Product, typename Panel, int M>
 struct TileFours {
   static void run(const Tile& tile) {
@@ -60,10 +64,14 @@ struct TileFours {
     Prefetch prefetch(tile, 0);
     prefetch.step *= 2, prefetch.other_step *= 2;
     auto* kept = static_cast<typename Product::Kept*>(tile.kept);
+    const char* beyond = reinterpret_cast<const char*>(from) + kPageBytes;
+    const int64_t line = tile.ahead.step == 0 ? kLineBytes : 0;
     for (int64_t first = 0; first < tile.k; first += panel.block) {
       panel.next();
       for (int64_t k = 0; k < panel.block; k += kFoursWordK) {
         prefetch.advance();
+        __builtin_prefetch(beyond, 0, 3);
+        beyond += line;
         const VecW codes = load_words(from);
         VecW weights[4];
 #pragma GCC unroll 4
