@@ -174,7 +174,7 @@ FORMATS: tuple[NumberFormat, ...] = (
         "GPTQ, AWQ and compressed-tensors checkpoints",
         ("gptq", "awq", "compressed-tensors"),
         _works(
-            "in bfloat16 experts of at most 4 bits stay in 4 bits, without loss (`--cpu-weight-dtype auto`); else as "
+            "in bfloat16 integers of at most 4 bits stay in 4 bits, without loss (`--cpu-weight-dtype auto`); else as "
             "floats"
         ),
         _BY_SGLANG,
