@@ -49,8 +49,8 @@ struct PanelOfInt4 {
   Int4Scales own;
 };
 
-// Where the next panel is not asked for, the core brings a panel's lines by itself, but none beyond the page that it reads: lines
-// are asked for so far ahead.
+// Where the next panel is not asked for, the core brings a panel's lines by itself, but none beyond the page that it reads:
+// lines are asked for so far ahead.
 constexpr int64_t kPageBytes = 4096;
 
 template <typename Product, typename Panel, int M>

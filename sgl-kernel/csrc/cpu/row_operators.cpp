@@ -1,5 +1,5 @@
-// Owns the small operators between a pass's large ones, as calls that a record can have. ATen computes them: each row by itself, with
-// the bits that it gives otherwise.
+// Owns the small operators between a pass's large ones, as calls that a record can have. ATen computes them: each row by itself,
+// with the bits that it gives otherwise.
 #include <ATen/core/Tensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/ScalarOps.h>
@@ -12,16 +12,18 @@
 
 #include <initializer_list>
 #include <optional>
+#include <vector>
 
 #include "record.h"
 
 namespace sgl_batch {
 namespace {
 
-// Calls compute(the first rows of `out`, first), now with all rows; first(tensor) gives those rows of an operand that has as many as
-// `out`, and others whole.
+// Calls compute(the first rows of `out`, first), now with all rows; first(tensor) gives those rows of an operand that has as
+// many as `out`, and others whole.
 template <typename Compute>
-at::Tensor by_rows(const char* name, const at::Tensor& out, std::initializer_list<at::Tensor> operands, const Compute& compute) {
+at::Tensor by_rows(const char* name, const at::Tensor& out, std::initializer_list<at::Tensor> operands,
+                   const Compute& compute) {
   TORCH_CHECK(out.dim() > 0, name, " takes rows; its operands have no dimensions");
   const auto run = [out, compute](int64_t rows) {
     at::Tensor part = out.narrow(0, 0, rows);
