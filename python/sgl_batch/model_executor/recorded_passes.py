@@ -273,7 +273,7 @@ class _ByRows:
     ) -> torch.Tensor | None:
         # A copy keeps the order of dimensions, of which only rows with gaps between them lie as a contiguous one does.
         plain = x.is_contiguous() or (x.dim() == _MATRIX and x.stride(1) == 1 <= x.stride(0))
-        if not plain or any(value for value in others.values()) or not self._have_rows(x):
+        if not plain or any(others.values()) or not self._have_rows(x):
             return None
         done: torch.Tensor = self._kernels.copy_rows(x, dtype)
         return done

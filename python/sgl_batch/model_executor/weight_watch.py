@@ -78,8 +78,6 @@ def adopt_loaded(
     """
     if server_args.load_format == "dummy" and operators is not None and resident:
         _draw_weights(model, form_of_weights(server_args.model_path, server_args.revision))
-    if operators is not None and resident:
-        operators.adopt_experts(model)
     rounds = operators is not None and operators.rounds_to_int8
     start_log.end("model made, weights read", num_bytes=resident_weight_bytes(model, int8=rounds))
     if operators is not None:

@@ -21,10 +21,10 @@ class Record {
 
   explicit Record(int64_t rows) : rows_(rows) {}
 
-  void add(const char* name, int64_t rows, const std::vector<at::Tensor>& tensors, Run run) {
+  void add(const char* name, int64_t rows, std::initializer_list<at::Tensor> tensors, Run run) {
     if (rows != rows_) whole_ = false;
     calls_.push_back({name, std::move(run)});
-    tensors_.insert(tensors_.end(), tensors.begin(), tensors.end());
+    tensors_.insert(tensors_.end(), tensors);
   }
 
   int64_t rows() const { return rows_; }

@@ -10,9 +10,7 @@
 #include <ATen/ops/sigmoid.h>
 #include <torch/library.h>
 
-#include <initializer_list>
 #include <optional>
-#include <vector>
 
 #include "record.h"
 
@@ -21,9 +19,9 @@ namespace {
 
 // Calls compute(the first rows of `out`, first), now with all rows; first(tensor) gives those rows of an operand that has as
 // many as `out`, and others whole.
+// `compute` keeps its operands, and so their memory.
 template <typename Compute>
-at::Tensor by_rows(const char* name, const at::Tensor& out, std::initializer_list<at::Tensor> operands,
-                   const Compute& compute) {
+at::Tensor by_rows(const char* name, const at::Tensor& out, const Compute& compute) {
   TORCH_CHECK(out.dim() > 0, name, " takes rows; its operands have no dimensions");
   const auto run = [out, compute](int64_t rows) {
     at::Tensor part = out.narrow(0, 0, rows);
@@ -31,10 +29,7 @@ at::Tensor by_rows(const char* name, const at::Tensor& out, std::initializer_lis
       return whole.dim() == out.dim() && whole.size(0) == out.size(0) ? whole.narrow(0, 0, rows) : whole;
     });
   };
-  std::vector<at::Tensor> kept(operands);
-  kept.push_back(out);
-  run(out.size(0));
-  if (Record* record = recording()) record->add(name, out.size(0), kept, run);
+  run_and_record(name, out.size(0), {}, run, [](int64_t) {});
   return out;
 }
 
@@ -44,29 +39,29 @@ at::Tensor room_for_both(const at::Tensor& a, const at::Tensor& b) {
 
 at::Tensor copy_rows(const at::Tensor& x, std::optional<at::ScalarType> dtype) {
   const auto out = at::empty(x.sizes(), x.options().dtype(dtype.value_or(x.scalar_type())));
-  return by_rows("copy_rows", out, {x}, [x](at::Tensor& part, const auto& first) { part.copy_(first(x)); });
+  return by_rows("copy_rows", out, [x](at::Tensor& part, const auto& first) { part.copy_(first(x)); });
 }
 
 at::Tensor add_rows(const at::Tensor& a, const at::Tensor& b) {
-  return by_rows("add_rows", room_for_both(a, b), {a, b},
+  return by_rows("add_rows", room_for_both(a, b),
                  [a, b](at::Tensor& part, const auto& first) { at::add_out(part, first(a), first(b)); });
 }
 
 at::Tensor mul_rows(const at::Tensor& a, const at::Tensor& b) {
-  return by_rows("mul_rows", room_for_both(a, b), {a, b},
+  return by_rows("mul_rows", room_for_both(a, b),
                  [a, b](at::Tensor& part, const auto& first) { at::mul_out(part, first(a), first(b)); });
 }
 
 at::Tensor scale_rows(const at::Tensor& x, double factor) {
   at::Tensor number = c10::scalar_to_tensor(factor);
   number.unsafeGetTensorImpl()->set_wrapped_number(true);  // it has no number type of its own
-  return by_rows("scale_rows", room_for_both(x, number), {x, number},
+  return by_rows("scale_rows", room_for_both(x, number),
                  [x, number](at::Tensor& part, const auto& first) { at::mul_out(part, first(x), number); });
 }
 
 at::Tensor sigmoid_rows(const at::Tensor& x) {
   TORCH_CHECK(x.is_floating_point(), "x is ", x.scalar_type(), "; use floats");
-  return by_rows("sigmoid_rows", at::empty(x.sizes(), x.options()), {x},
+  return by_rows("sigmoid_rows", at::empty(x.sizes(), x.options()),
                  [x](at::Tensor& part, const auto& first) { at::sigmoid_out(part, first(x)); });
 }
 

@@ -83,17 +83,21 @@ def test_mxfp4_experts_are_one_tensor_whose_inputs_come_first() -> None:
     }
 
 
+def gptq_tensors(name: str, inputs: int, group: int, outputs: int = 96) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the tensors of a matrix by the beginning of its name."""
+    return {
+        f"{name}__qweight": ("I32", (inputs // 8, outputs)),
+        f"{name}__qzeros": ("I32", (inputs // group, outputs // 8)),
+        f"{name}__scales": ("F16", (inputs // group, outputs)),
+    }
+
+
 def gptq_layer(inputs: dict[str, int], group: int, *, outputs: int = 96, **asked: Any) -> QuantisedTensors:
     """Return matrices of experts by name, and one that is none of theirs, whose groups have `group` inputs."""
     tensors = {}
     for name, size in inputs.items():
         for begin in (f"l__mlp__experts__0__{name}", f"l__mlp__shared_expert__{name}"):
-            tensors |= {
-                f"{begin}__qweight": ("I32", (size // 8, outputs)),
-                f"{begin}__qzeros": ("I32", (size // group, outputs // 8)),
-                f"{begin}__scales": ("F16", (size // group, outputs)),
-                f"{begin}__g_idx": ("I32", (size,)),
-            }
+            tensors |= {**gptq_tensors(begin, size, group, outputs), f"{begin}__g_idx": ("I32", (size,))}
     return found({**GPTQ, "group_size": group, **asked}, **tensors)
 
 
@@ -106,16 +110,11 @@ def test_integers_of_4_bits_stay_so_small(group: int, kept: int) -> None:
     assert quantised.fours[names[0]].num_bytes(1024) == 512 + 1024 // kept * 4
 
 
-def gptq_matrices(*names: str, outputs: int = 96) -> QuantisedTensors:
-    """Return matrices by the beginnings of their names; each has 512 inputs in groups of 64."""
-    tensors = {}
+def gptq_matrices(*names: str, outputs: int = 96, **others: tuple[str, tuple[int, ...]]) -> QuantisedTensors:
+    """Return matrices by the beginnings of their names, of 512 inputs in groups of 64, beside other tensors."""
     for name in names:
-        tensors |= {
-            f"{name}__qweight": ("I32", (64, outputs)),
-            f"{name}__qzeros": ("I32", (8, outputs // 8)),
-            f"{name}__scales": ("F16", (8, outputs)),
-        }
-    return found({**GPTQ, "group_size": 64}, **tensors)
+        others |= gptq_tensors(name, 512, 64, outputs)
+    return found({**GPTQ, "group_size": 64}, **others)
 
 
 def test_matrices_of_attention_stay_in_4_bits_and_those_that_choose_do_not() -> None:
@@ -132,10 +131,9 @@ def test_what_is_one_product_has_one_form_of_4_bits() -> None:
 
 
 def test_what_is_one_product_with_floats_stays_floats() -> None:
-    parts = {"qweight": ("I32", (16, 96)), "qzeros": ("I32", (4, 12)), "scales": ("F16", (4, 96))}
-    matrices = {f"l__{name}__{end}": one for name in ("q_proj", "o_proj") for end, one in parts.items()}
-    assert set(found(GPTQ, **matrices).fours) == {"l.q_proj.weight", "l.o_proj.weight"}
-    assert set(found(GPTQ, **matrices, l__k_proj__weight=("BF16", (32, 128))).fours) == {"l.o_proj.weight"}
+    names = ("l__q_proj", "l__o_proj")
+    assert set(gptq_matrices(*names).fours) == {"l.q_proj.weight", "l.o_proj.weight"}
+    assert set(gptq_matrices(*names, l__k_proj__weight=("BF16", (32, 512))).fours) == {"l.o_proj.weight"}
 
 
 def test_a_layer_has_one_form_of_4_bits_and_none_where_a_matrix_has_none() -> None:

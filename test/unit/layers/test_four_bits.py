@@ -9,6 +9,8 @@ import pytest
 import torch
 from column_gathers import on_each, splits
 from gloo_pairs import gloo_groups
+from kernel_fp4 import of_codes
+from kernel_int4 import of_integers
 from torch.distributed import ProcessGroup
 
 from sgl_batch.distributed.shared_arena import shared_arena
@@ -17,7 +19,6 @@ from sgl_batch.layers.column_split import ColumnSplit
 from sgl_batch.layers.packed_weights import PackedWeights
 
 OUTPUTS, INPUTS = 128, 256
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def generator(*shape: int) -> torch.Generator:
@@ -27,18 +28,16 @@ def generator(*shape: int) -> torch.Generator:
 def mxfp4(*shape: int) -> torch.Tensor:
     """Return numbers of which 32 neighbours have a power of two, the largest always among them."""
     own = generator(*shape)
-    numbers = _E2M1[torch.randint(0, 8, shape, generator=own)] * (torch.randint(0, 2, shape, generator=own) * 2 - 1)
-    numbers[..., ::32] = 6.0
-    powers = torch.randint(-9, -5, (*shape[:-1], shape[-1] // 32), generator=own)
-    return (numbers.unflatten(-1, (-1, 32)) * torch.exp2(powers.float()).unsqueeze(-1)).flatten(-2).bfloat16()
+    codes = torch.randint(0, 16, shape, generator=own)
+    codes[..., ::32] = 7
+    return of_codes(codes, torch.randint(-9, -5, (*shape[:-1], shape[-1] // 32), generator=own))
 
 
 def integers(group: int) -> Callable[..., torch.Tensor]:
     def drawn(*shape: int) -> torch.Tensor:
         own = generator(*shape)
-        numbers = torch.randint(-8, 8, (*shape[:-1], shape[-1] // group, group), generator=own).float()
-        scales = torch.rand(*numbers.shape[:-1], 1, generator=own).half() / 100 + 1e-3
-        return (numbers * scales).flatten(-2).bfloat16()
+        scales = torch.rand(*shape[:-1], shape[-1] // group, generator=own).half() / 100 + 1e-3
+        return of_integers(torch.randint(-8, 8, shape, generator=own), scales)
 
     return drawn
 

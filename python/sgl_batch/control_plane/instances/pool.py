@@ -139,8 +139,8 @@ class InstancePool:
                 one.cancel()
             for one in read:
                 found = one.result()
-                if found is not None and found.stats is not None:
-                    reading[one].stats.see(found.stats, found.restarts)
+                if found is not None:
+                    reading[one].see_stats(found)
         return self.reported_stats()
 
     def reported_stats(self) -> EngineStats:

@@ -107,8 +107,12 @@ class Seat:
         self.answered += len(report.answers)
         self.phase, self.message, self.restarts = report.phase, report.message, report.restarts
         self.facts = report.facts or self.facts
-        if report.stats is not None:
-            self.stats.see(report.stats, report.restarts)
+        self.see_stats(report)
+
+    def see_stats(self, read: Report | Reading) -> None:
+        """Take in statistics, where there are any."""
+        if read.stats is not None:
+            self.stats.see(read.stats, read.restarts)
 
     async def read_stats(self) -> Reading | None:
         """Read the statistics of its engine now; None where the instance is gone."""
