@@ -35,8 +35,12 @@ from .test_ranks import ranks
 pytestmark = pytest.mark.engine
 
 PAGE = 8
-# Settings with which matrices have whole groups of 32 inputs.
-_IN_GROUPS = {"qwen2-moe": {"shared_expert_intermediate_size": 64}, "kimi-k2": {"q_lora_rank": 64}}
+# Settings with which matrices have whole groups of 32 inputs, or of 128.
+_IN_GROUPS = {
+    "qwen2-moe": {"shared_expert_intermediate_size": 64},
+    "kimi-k2": {"q_lora_rank": 64},
+    "mistral": {"hidden_size": 128, "intermediate_size": 256},
+}
 # These choose experts, are multiplied head by head, or are one product with a matrix of floats.
 _AS_FLOATS = re.compile(r"\.(gate|shared_expert_gate|kv_b_proj|q_a_proj)\.weight$")
 
@@ -96,18 +100,22 @@ def test_tokens_are_those_of_the_floats_of_each_checkpoint_that_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("form", "family"),
+    ("form", "family", "of_32"),
     [
-        ("mxfp4", "gpt-oss"),
-        ("gptq-4", "qwen3-moe-dense-layers"),
-        ("packed-4-zeros", "llama3"),
-        ("awq", "qwen2-moe"),
-        ("gptq-4", "kimi-k2"),
+        ("mxfp4", "gpt-oss", 17),
+        ("gptq-4", "qwen3-moe-dense-layers", 20),
+        ("packed-4-zeros", "llama3", 20),
+        ("awq", "qwen2-moe", 20),
+        ("gptq-4", "kimi-k2", 20),
+        ("fp8-blocks", "qwen3-moe-dense-layers", 36),
+        ("fp8-rows", "mistral", 33),
+        ("fp8-whole", "kimi-k2", 36),
     ],
 )
-def test_matrices_in_bfloat16_stay_in_4_bits_without_loss(
+def test_matrices_in_bfloat16_stay_in_4_or_8_bits_without_loss(
     form: str,
     family: str,
+    of_32: int,
     tmp_path: Path,
     repo_root: Path,
     started: Callable[..., Any],
@@ -130,7 +138,7 @@ def test_matrices_in_bfloat16_stay_in_4_bits_without_loss(
     assert answers(small) == expected
     dummy = started(model_path=str(path), load_format="dummy", **sizes)
     assert weight_bytes(dummy) == weight_bytes(small), "profiles are of such models"
-    saved = saved_bytes(path)
+    saved = saved_bytes(path, of_32)
     assert weight_bytes(wide) - weight_bytes(small) == saved > 0
     said = []
     for weights in ("auto", "model"):
@@ -156,13 +164,13 @@ def test_matrices_in_bfloat16_stay_in_4_bits_without_loss(
     assert answers(small) == expected
 
 
-def saved_bytes(path: Path) -> int:
-    """Return the bytes that matrices in 4 bits, 32 numbers with a scale, take less than in bfloat16."""
+def saved_bytes(path: Path, of_32: int) -> int:
+    """Return the bytes that matrices take less than in bfloat16, if 32 numbers take `of_32` with their scales."""
     form = form_of_weights(str(path))
     assert form is not None
     matrices = find_quantised(read_header(path / "model.safetensors"), form).matrices
     numbers = sum(math.prod(one.shape) for name, one in matrices.items() if not _AS_FLOATS.search(name))
-    return numbers * 2 - numbers // 32 * (17 if form.method == "mxfp4" else 20)
+    return numbers * 2 - numbers // 32 * of_32
 
 
 def test_quantised_weights_may_be_rounded_to_int8(

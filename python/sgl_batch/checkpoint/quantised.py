@@ -21,7 +21,8 @@ MXFP4_BLOCK, _MXFP4_PER_BYTE = 32, 2
 WORD_BITS = 32
 MOST_FOUR_BITS = 4
 """Of the integers that a CPU keeps in 4 bits."""
-_EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
+_E4M3 = "F8_E4M3"
+_EIGHT_BITS = (_E4M3, "F8_E5M2", "I8")
 # Matrices that an engine keeps in one form: their names, a name for them together, and whether it puts them side by
 # side for one product. These are the experts of a layer, the matrices of an MLP, and those that attention begins with.
 _KEPT_ALIKE = (
@@ -37,25 +38,32 @@ _OF_ACTIVATIONS = re.compile(r"\.(input_scale|input_zero_point|output_scale|acti
 
 
 @dataclass(frozen=True, slots=True)
-class FourBits:
-    """A form in which a CPU keeps numbers of bfloat16 in 4 bits: how many neighbours share a scale, and its bytes."""
+class GroupedBits:
+    """A form in which a CPU keeps numbers of bfloat16 in fewer bits: neighbours in groups share a scale.
 
+    Attributes:
+        bits: Of a number: 4 or 8.
+        group: How many neighbours share a scale.
+        scale_bytes: Of a scale.
+    """
+
+    bits: int
     group: int
     scale_bytes: int
 
     def num_bytes(self, count: int) -> int:
         """Return the bytes of so many numbers, whole groups."""
-        return count // 2 + count // self.group * self.scale_bytes
+        return count * self.bits // 8 + count // self.group * self.scale_bytes
+
+    def is_like(self, other: GroupedBits) -> bool:
+        """Return whether the forms differ in the size of groups at most."""
+        return (self.bits, self.scale_bytes) == (other.bits, other.scale_bytes)
 
 
-MXFP4_BITS = FourBits(MXFP4_BLOCK, 1)
-# Integers whose zero point is in the scale's word. Larger groups are several of these.
-INTEGER_BITS = tuple(FourBits(group, 4) for group in (128, 64, 32))
-
-
-def integer_bits(group: int) -> FourBits | None:
-    """Return the form for integers of which `group` neighbours share a scale; None if there is none."""
-    return next((bits for bits in INTEGER_BITS if group % bits.group == 0), None)
+MXFP4_BITS = GroupedBits(bits=4, group=MXFP4_BLOCK, scale_bytes=1)
+# Integers whose zero point is in the scale's word, and numbers of e4m3. Larger groups are several of these.
+INTEGER_BITS = tuple(GroupedBits(bits=4, group=group, scale_bytes=4) for group in (128, 64, 32))
+FP8_BITS = tuple(GroupedBits(bits=8, group=group, scale_bytes=4) for group in (128, 32))
 
 
 class Kind(StrEnum):
@@ -113,17 +121,37 @@ class QuantisedMatrix:
         return self.shape[2] if self.kind is Kind.MXFP4 else self.shape[0]
 
     @property
-    def four_bits(self) -> FourBits | None:
-        """The form in which its numbers can stay in 4 bits in memory; None if there is none."""
+    def inputs(self) -> int:
+        return self.shape[1]
+
+    def grouped(self, form: QuantisedForm) -> GroupedBits | None:
+        """Return the form of 4 or 8 bits in which its numbers can stay in memory; None if there is none.
+
+        `form`: how the checkpoint is quantised.
+        """
         if is_kept_as_floats(self.name):
             return None
+        forms: Sequence[GroupedBits] = ()
         if self.kind is Kind.MXFP4:
-            return MXFP4_BITS if self.shape[1] % MXFP4_BLOCK == 0 else None
-        if not 0 < self.bits <= MOST_FOUR_BITS or ".weight_g_idx" in self.parts:
-            return None
-        scales = self.parts[".weight_scale" if self.kind is Kind.PACKED else ".scales"].shape
+            forms = (MXFP4_BITS,)
+        elif self.kind is Kind.SCALED:
+            is_e4m3 = self.parts[".weight"].dtype == _E4M3 and ".weight_zero_point" not in self.parts
+            forms = FP8_BITS if is_e4m3 else ()
+        elif 0 < self.bits <= MOST_FOUR_BITS and not form.reordered and ".weight_g_idx" not in self.parts:
+            forms = INTEGER_BITS
+        sharing = self._num_sharing(form.block)
+        return next((one for one in forms if self.inputs % one.group == sharing % one.group == 0), None)
+
+    def _num_sharing(self, block: tuple[int, int] | None) -> int:
+        """Return how many neighbouring inputs share a scale, `block` where scales are of blocks; 1 if it varies."""
+        if self.kind is Kind.MXFP4:
+            return MXFP4_BLOCK
+        scales = next(part.shape for end, part in self.parts.items() if "scale" in end)
+        if self.kind is Kind.SCALED:
+            has_columns = len(scales) == 2 and scales[1] > 1
+            return block[1] if block is not None and has_columns else self.inputs
         groups = scales[1 if self.kind is Kind.PACKED else 0]
-        return integer_bits(self.shape[1] // groups) if self.shape[1] % groups == 0 else None
+        return self.inputs // groups if self.inputs % groups == 0 else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,20 +175,21 @@ class QuantisedTensors:
         return {one.begin + end: (name, end) for name, one in self.matrices.items() for end in one.parts}
 
     @property
-    def fours(self) -> dict[str, FourBits]:
-        """Names of matrices whose numbers a CPU keeps in 4 bits, and how: those that are kept in one form alike."""
+    def grouped(self) -> dict[str, GroupedBits]:
+        """Names of matrices that a CPU keeps in 4 or 8 bits, and how: those that are kept in one form alike."""
         alike: dict[tuple[str, bool], list[QuantisedMatrix]] = {}
         for name, one in self.matrices.items():
             alike.setdefault(_kept_with(name), []).append(one)
-        found: dict[str, FourBits] = {}
+        found: dict[str, GroupedBits] = {}
         for name in self.plain:
             alike.pop(_kept_with(name), None)
         for (_, side_by_side), matrices in alike.items():
-            forms = [None if self.form.reordered else one.four_bits for one in matrices]
+            forms = [one.grouped(self.form) for one in matrices]
             known = [form for form in forms if form is not None]
             outputs = [one.outputs for one in matrices]
             fills_panels = all(one % MXFP4_BLOCK == 0 for one in ([sum(outputs)] if side_by_side else outputs))
-            if len(known) == len(forms) and fills_panels:
+            are_alike = len(known) == len(forms) and all(known[0].is_like(form) for form in known)
+            if are_alike and fills_panels:
                 smallest = min(known, key=lambda form: form.group)
                 found |= {one.name: smallest for one in matrices}
         return found
@@ -213,7 +242,7 @@ def _matrix(
 
 
 def is_kept_as_floats(name: str) -> bool:
-    """Return whether the matrix of this name takes no form of 4 bits, whatever its numbers."""
+    """Return whether the matrix of this name takes no form of 4 or 8 bits, whatever its numbers."""
     return _KEPT_AS_FLOATS.search(name) is not None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.checkpoint.files import StoredTensor, read_tensors
 from sgl_batch.checkpoint.model_directory import form_of_weights
-from sgl_batch.checkpoint.quantised import FourBits, find_quantised
+from sgl_batch.checkpoint.quantised import GroupedBits, find_quantised
 from sgl_batch.errors import ConfigError
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -22,11 +22,11 @@ _SCALE = re.compile(r"scale|zeros|zero_point|g_idx")
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """One tensor of a checkpoint. `four_bits`: how bfloat16 numbers of it are kept in 4 bits; None if they are not."""
+    """One tensor of a checkpoint. `grouped`: how its bfloat16 numbers are kept in 4 or 8 bits; None if they are not."""
 
     name: str
     stored: StoredTensor
-    four_bits: FourBits | None = None
+    grouped: GroupedBits | None = None
 
     @property
     def count(self) -> int:
@@ -70,8 +70,8 @@ class ModelTensor:
         """Return its bytes in memory, where a float takes `float_bytes`. Biases of experts are float32."""
         if self.is_expert_bias:
             return self.count * _BIAS_BYTES
-        if self.four_bits is not None and float_bytes == _BF16_BYTES:
-            return self.four_bits.num_bytes(self.count)
+        if self.grouped is not None and float_bytes == _BF16_BYTES:
+            return self.grouped.num_bytes(self.count)
         return self.count * float_bytes if self.is_float else self.stored.num_bytes
 
 
@@ -85,17 +85,17 @@ def tensors_of(directory: Path, num_layers: int, *, cpu_weights: str | None) -> 
     """
     stored = read_tensors(directory)
     form = form_of_weights(str(directory)) if cpu_weights is not None else None
-    fours: dict[str, FourBits] = {}
+    grouped: dict[str, GroupedBits] = {}
     if form is not None:
         quantised = find_quantised(stored, form)
         stored = quantised.as_floats(stored)
-        fours = quantised.fours if cpu_weights == "auto" else fours
+        grouped = quantised.grouped if cpu_weights == "auto" else grouped
     if not stored:
         raise ConfigError(
             f"{directory} has no *.safetensors, whose headers give the size of a model; convert the weights, or "
             "fetch the model's safetensors"
         )
-    tensors = [ModelTensor(name, one, fours.get(name)) for name, one in stored.items()]
+    tensors = [ModelTensor(name, one, grouped.get(name)) for name, one in stored.items()]
     return [tensor for tensor in tensors if _is_loaded(tensor.name, num_layers)]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 _WHOLE_BITS = (2, 4, 8)
 _AWQ_BITS = 4
 _AWQ_LAYOUT = "gemm"
+_E4M3 = "e4m3"
 _GPTQ_LAYOUTS = {"gptq": 1, "gptq_v2": 0}  # by name: what its zero points lack
 _COMPRESSED_LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
 
@@ -28,6 +29,7 @@ class QuantisedForm:
         integers: Of packed integers, by group of layers: bits, and how many inputs share a scale; None for all of a
             row. GPTQ and AWQ have one such group; the tensors' shapes say the same.
         reordered: Whether inputs that share a scale need not be neighbours (GPTQ's desc_act).
+        has_e4m3: Whether matrices of 8 bits are floats of e4m3, as far as the config says. The tensors say the same.
     """
 
     method: str
@@ -35,6 +37,7 @@ class QuantisedForm:
     zero_lack: int = 0
     integers: tuple[tuple[int, int | None], ...] = ()
     reordered: bool = False
+    has_e4m3: bool = False
 
 
 class QuantisedFormError(ValueError):
@@ -60,7 +63,8 @@ def _mxfp4(method: str, _: Mapping[str, Any]) -> QuantisedForm:
 
 
 def _fp8(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
-    return QuantisedForm(method=method, block=_pair(asked.get("weight_block_size")))
+    has_e4m3 = _E4M3 in str(asked.get("fmt") or _E4M3)
+    return QuantisedForm(method=method, block=_pair(asked.get("weight_block_size")), has_e4m3=has_e4m3)
 
 
 def _gptq(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
@@ -99,15 +103,18 @@ def _compressed(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
         raise QuantisedFormError(f"{method} of sparse weights")
     if (asked.get("transform_config") or {}).get("config_groups"):
         raise QuantisedFormError(f"{method} of weights that are rotated (transform_config)")
-    integers, blocks = [], set()
+    integers, blocks, has_e4m3 = [], set(), False
     for one in (group["weights"] for group in groups):
         if one.get("strategy") == "block":
             blocks.add(_pair(one["block_structure"]))
         if one.get("type") == "int":
             integers.append((int(one["num_bits"]), _group_size(one)))
+        elif one.get("type") == "float":
+            has_e4m3 = True
     if len(blocks) > 1:
         raise QuantisedFormError(f"{method} of blocks of several sizes")
-    return QuantisedForm(method=method, block=next(iter(blocks), None), integers=tuple(integers))
+    block = next(iter(blocks), None)
+    return QuantisedForm(method=method, block=block, integers=tuple(integers), has_e4m3=has_e4m3)
 
 
 def _group_size(asked: Mapping[str, Any]) -> int | None:

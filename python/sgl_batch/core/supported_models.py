@@ -136,7 +136,6 @@ class NumberFormat:
         return self.cpu if device == CPU else self.gpu
 
 
-_AS_FLOATS = _works("as floats: taken back to bfloat16, or --dtype, as its files are read")
 _NOT_AS_FLOATS = _refused(
     "a CPU takes fp8, mxfp4, gptq, awq and compressed-tensors back to floats; use one of these, or the bfloat16 one"
 )
@@ -163,7 +162,14 @@ FORMATS: tuple[NumberFormat, ...] = (
         _WORKS,
         _refused("for the CPU's kernels; see SGLang's --quantization"),
     ),
-    NumberFormat("fp8 checkpoint (a scale for a block, row or matrix)", ("fp8",), _AS_FLOATS, _BY_SGLANG),
+    NumberFormat(
+        "fp8 checkpoint (a scale for a block, row or matrix)",
+        ("fp8",),
+        _works(
+            "in bfloat16 its matrices of e4m3 stay in 8 bits, without loss (`--cpu-weight-dtype auto`); else as floats"
+        ),
+        _BY_SGLANG,
+    ),
     NumberFormat(
         "mxfp4 checkpoint",
         ("mxfp4",),
@@ -174,8 +180,8 @@ FORMATS: tuple[NumberFormat, ...] = (
         "GPTQ, AWQ and compressed-tensors checkpoints",
         ("gptq", "awq", "compressed-tensors"),
         _works(
-            "in bfloat16 integers of at most 4 bits stay in 4 bits, without loss (`--cpu-weight-dtype auto`); else as "
-            "floats"
+            "in bfloat16 integers of at most 4 bits stay in 4 bits, and fp8 in 8, without loss (`--cpu-weight-dtype "
+            "auto`); else as floats"
         ),
         _BY_SGLANG,
     ),

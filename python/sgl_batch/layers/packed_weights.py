@@ -20,14 +20,14 @@ from sgl_batch.layers.column_split import ColumnSplit, PassSplit
 from sgl_batch.layers.moe import cpu_experts
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
 from sgl_batch.layers.moe.packed_experts import biases_of, packed_experts
-from sgl_batch.layers.small_weights import FOUR_BIT_FORMS, FourBitForm, from_int8, int8_room, new_tensor
+from sgl_batch.layers.small_weights import GROUPED_FORMS, GroupedForm, from_int8, int8_room, new_tensor
 
 PANEL = 32
 """Columns of a panel of a packed weight; the last panel has the remaining ones (sgl-kernel/csrc/cpu/gemm.h)."""
 
 
 class _Form(Enum):
-    """What becomes of a weight's numbers that have no form of 4 bits, or are to have none."""
+    """What becomes of a weight's numbers that have no grouped form, or are to have none."""
 
     PLAIN, INT8, CODED = "plain", "int8", "coded"
 
@@ -36,7 +36,7 @@ class _Form(Enum):
 class _Packed:
     """A weight whose data are packed, as matrices [B, N, K] of `shape`; int8 matrices have `scales` [B, N].
 
-    Matrices of coded panels have `marks` [B, panels]. `group`: the weights that are packed in one form, this one among
+    Matrices of coded panels have `marks` [B, panels]. `alike`: the weights that are packed in one form, this one among
     them.
     """
 
@@ -44,14 +44,14 @@ class _Packed:
     shape: tuple[int, int, int]
     dtype: torch.dtype
     form: _Form
-    may_have_four_bits: bool
-    group: list[_Packed]
+    may_be_grouped: bool
+    alike: list[_Packed]
     scales: torch.Tensor | None = None
     marks: torch.Tensor | None = None
     in_quads: bool = False
     """Whether int8 matrices are packed to meet int8 rows."""
-    four_bits: FourBitForm | None = None
-    """The form of matrices in 4 bits, whose data `weight` holds; None for others."""
+    grouped: GroupedForm | None = None
+    """The form of matrices of 4 or 8 bits that share scales, whose data `weight` holds; None for others."""
     reordered: bool = False
     """Whether the rows of each expert's gate and up alternate in the plain order."""
 
@@ -67,9 +67,9 @@ class PackedWeights:
     operators compute everything. `int8`: round weights to int8, which halves or quarters their memory, except weights
     that are added as `exact`. A rounded tensor changes its number type. `int8_rows`: also round the rows that meet
     rounded weights, so that products are of int8 with int8. `coded`: code experts' weights of bf16, of which
-    products then read 12 bits each, without loss. `four_bits`: keep weights of bf16 whose numbers are all those of
-    mxfp4, or integers of 4 bits times scales of groups, in little more than 4 bits, without loss, except weights that
-    are added as `exact` or that ranks share.
+    products then read 12 bits each, without loss. `grouped`: keep weights of bf16 whose numbers are all those of mxfp4,
+    or integers of 4 bits or numbers of fp8 times scales of groups, in little more than 4 or 8 bits, without loss,
+    except weights that are added as `exact` or that ranks share.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class PackedWeights:
         int8: bool = False,
         int8_rows: bool = False,
         coded: bool = False,
-        four_bits: bool = False,
+        grouped: bool = False,
     ) -> None:
         assert int8 or not int8_rows, "int8 rows meet int8 weights"
-        assert not (int8 and (coded or four_bits)), "int8 weights have no codes"
+        assert not (int8 and (coded or grouped)), "int8 weights have no codes"
         self._kernels = kernels
-        self._int8, self._int8_rows, self._coded, self._four_bits = int8, int8_rows, coded, four_bits
+        self._int8, self._int8_rows, self._coded, self._grouped = int8, int8_rows, coded, grouped
         self._packed: dict[int, _Packed] = {}
         self._arena: SharedArena | None = None
         self._biases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -131,9 +131,9 @@ class PackedWeights:
     ) -> bool:
         if self._kernels is None or not all(_packable(weight) for weight, _ in weights):
             return False
-        group: list[_Packed] = []
-        # Ranks that share a weight would have to wait for each other to know whether its numbers have 4 bits.
-        tries_four_bits = self._four_bits and not exact and not any(self._is_shared(weight) for weight, _ in weights)
+        alike: list[_Packed] = []
+        # Ranks that share a weight would have to wait for each other to know whether its numbers have a grouped form.
+        tries_groups = self._grouped and not exact and not any(self._is_shared(weight) for weight, _ in weights)
         for weight, shape in weights:
             assert weight not in self, "a weight is packed once"
             batches, outputs, inputs = weight.data.view(shape).shape
@@ -143,49 +143,49 @@ class PackedWeights:
                 form = _Form.INT8
             elif is_bf16 and self._coded and experts:
                 form = _Form.CODED
-            group.append(
+            alike.append(
                 _Packed(
                     weight=weight,
                     shape=(batches, outputs, inputs),
                     dtype=weight.dtype,
                     form=form,
-                    may_have_four_bits=tries_four_bits and is_bf16 and outputs % PANEL == inputs % PANEL == 0,
-                    group=group,
+                    may_be_grouped=tries_groups and is_bf16 and outputs % PANEL == inputs % PANEL == 0,
+                    alike=alike,
                     reordered=weight is reordered,
                 )
             )
-        self._put(group)
+        self._put(alike)
         return True
 
     def _is_shared(self, weight: torch.Tensor) -> bool:
         return self._arena is not None and weight in self._arena
 
-    def _put(self, group: list[_Packed]) -> None:
-        for packed in group:
+    def _put(self, alike: list[_Packed]) -> None:
+        for packed in alike:
             if packed.reordered:
                 _reorder(packed.weight.data, in_halves)
-        small = self._in_four_bits(group)
-        for index, packed in enumerate(group):
+        small = self._in_groups(alike)
+        for index, packed in enumerate(alike):
             if small is None:
                 self._put_alone(packed)
             else:
-                packed.four_bits, made = small
+                packed.grouped, made = small
                 packed.weight.data = made[index].view(*packed.weight.shape[:-1], -1)
             self._packed[packed.weight.data_ptr()] = packed
 
-    def _in_four_bits(self, group: list[_Packed]) -> tuple[FourBitForm, list[torch.Tensor]] | None:
-        """Return the first form that all weights of a group have, and their data in it; None if there is none."""
+    def _in_groups(self, alike: list[_Packed]) -> tuple[GroupedForm, list[torch.Tensor]] | None:
+        """Return the first grouped form that all of the weights have, and their data in it; None if there is none."""
         assert self._kernels is not None, "without kernels nothing is packed"
-        if not all(packed.may_have_four_bits for packed in group):
+        if not all(packed.may_be_grouped for packed in alike):
             return None
         # Most weights of other numbers differ in the first panel.
-        panels = [packed.matrices[:1, :PANEL] for packed in group]
-        for form in FOUR_BIT_FORMS:
-            fit = all(packed.shape[2] % form.bits.group == 0 for packed in group)
+        panels = [packed.matrices[:1, :PANEL] for packed in alike]
+        for form in GROUPED_FORMS:
+            fit = all(packed.shape[2] % form.bits.group == 0 for packed in alike)
             if not fit or not all(form.pack(self._kernels, panel, form.room(panel.shape)) for panel in panels):
                 continue
             made: list[torch.Tensor] = []
-            for packed in group:
+            for packed in alike:
                 made.append(form.room(packed.matrices.shape))
                 if not form.pack(self._kernels, packed.matrices, made[-1]):
                     break
@@ -217,9 +217,9 @@ class PackedWeights:
     def _take(self, packed: _Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         del self._packed[packed.weight.data_ptr()]
-        if packed.four_bits is not None:
-            plain = packed.four_bits.unpack(self._kernels, packed.matrices, packed.shape[2])
-            packed.weight.data, packed.four_bits = plain.view(*packed.weight.shape[:-1], -1), None
+        if packed.grouped is not None:
+            plain = packed.grouped.unpack(self._kernels, packed.matrices, packed.shape[2])
+            packed.weight.data, packed.grouped = plain.view(*packed.weight.shape[:-1], -1), None
         else:
             self._take_alone(packed)
         if packed.reordered:
@@ -259,8 +259,8 @@ class PackedWeights:
             yield
         finally:
             for packed in everything:
-                if packed is packed.group[0]:
-                    self._put(packed.group)
+                if packed is packed.alike[0]:
+                    self._put(packed.alike)
             self._biases.clear()
             self.version += 1
 
@@ -272,7 +272,7 @@ class PackedWeights:
     def is_plain_number(self, experts: torch.Tensor) -> bool:
         """Return whether packed weights of experts are neither rounded nor coded nor those of clamped ones."""
         packed = self._packed[experts.data_ptr()]
-        return packed.scales is None and packed.marks is None and packed.four_bits is None and not packed.reordered
+        return packed.scales is None and packed.marks is None and packed.grouped is None and not packed.reordered
 
     @property
     def has_codes(self) -> bool:

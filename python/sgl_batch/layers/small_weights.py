@@ -1,5 +1,6 @@
-"""Owns the memory of the smaller forms of weights: of int8, in which each output has its own scale, and of 4 bits.
+"""Owns the memory of the smaller forms of weights.
 
+In int8 each output has its own scale. In grouped forms numbers have 4 or 8 bits, and neighbouring inputs share scales.
 packed_weights decides which weights take which form; the native kernels make it.
 """
 
@@ -11,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from sgl_batch.checkpoint.quantised import INTEGER_BITS, MXFP4_BITS, FourBits
+from sgl_batch.checkpoint.quantised import FP8_BITS, INTEGER_BITS, MXFP4_BITS, GroupedBits
 from sgl_batch.memory.huge_pages import prefer_huge_pages
 
 MakeTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -30,16 +31,20 @@ def int8_room(shape: torch.Size, make: MakeTensor = new_tensor) -> tuple[torch.T
 
 
 @dataclass(frozen=True, slots=True)
-class FourBitForm:
-    """A form of 4 bits of matrices [B, N, K] of bfloat16, for those whose numbers it gives exactly.
+class GroupedForm:
+    """A form of 4 or 8 bits of matrices [B, N, K] of bfloat16, for those whose numbers it gives exactly.
 
     Attributes:
-        bits: How many neighbours of a row share a scale.
+        bits: Of a number, and how many neighbours of a row share a scale.
         dtype: The number type of the tensors that hold it.
+        operators: What the kernels' operators of this form are named after: `pack_NAME_` and `unpack_NAME`.
+        tells_inputs: Whether the size of a packed tensor alone tells `unpack_NAME` how many inputs a row has.
     """
 
-    bits: FourBits
+    bits: GroupedBits
     dtype: torch.dtype
+    operators: str
+    tells_inputs: bool = False
 
     def room(self, shape: torch.Size) -> torch.Tensor:
         """Return a tensor [B, N, any] for matrices [B, N, K]."""
@@ -49,17 +54,20 @@ class FourBitForm:
 
     def pack(self, kernels: ModuleType, matrices: torch.Tensor, room: torch.Tensor) -> bool:
         """Fill `room`; return False if the numbers have no such form."""
-        pack: Callable[..., bool] = kernels.pack_fp4_ if self is MXFP4 else kernels.pack_int4_
+        pack: Callable[..., bool] = getattr(kernels, f"pack_{self.operators}_")
         return pack(matrices, room)
 
     def unpack(self, kernels: ModuleType, packed: torch.Tensor, inputs: int) -> torch.Tensor:
         """Return the matrices [B, N, inputs]."""
-        plain: torch.Tensor = kernels.unpack_fp4(packed) if self is MXFP4 else kernels.unpack_int4(packed, inputs)
-        return plain
+        unpack: Callable[..., torch.Tensor] = getattr(kernels, f"unpack_{self.operators}")
+        return unpack(packed) if self.tells_inputs else unpack(packed, inputs)
 
 
-MXFP4 = FourBitForm(MXFP4_BITS, torch.uint8)
-FOUR_BIT_FORMS = (MXFP4, *(FourBitForm(bits, torch.int32) for bits in INTEGER_BITS))
+GROUPED_FORMS = (
+    GroupedForm(MXFP4_BITS, torch.uint8, "fp4", tells_inputs=True),
+    *(GroupedForm(bits, torch.int32, "int4") for bits in INTEGER_BITS),
+    *(GroupedForm(bits, torch.float8_e4m3fn, "fp8") for bits in FP8_BITS),
+)
 """In the order in which they are tried: the smallest first."""
 
 

@@ -74,10 +74,8 @@ class CpuOperators:
         int8_rows, expert_runner = forward.cpu_activations == "int8", forward.expert_runner
         pays = not splits_experts and self._kernels is not None and self._kernels.isa() in _CODED_ISAS
         coded = self._must_code or (forward.cpu_weight_dtype == "auto" and pays)
-        four_bits = forward.cpu_weight_dtype == "auto" and not splits_experts
-        self._weights = PackedWeights(
-            self._kernels, int8=self._int8, int8_rows=int8_rows, coded=coded, four_bits=four_bits
-        )
+        grouped = forward.cpu_weight_dtype == "auto" and not splits_experts
+        self._weights = PackedWeights(self._kernels, int8=self._int8, int8_rows=int8_rows, coded=coded, grouped=grouped)
         self._streamer: WeightStreamer[ExpertSlots] | None = None
         self.fitted_streamer: WeightStreamer[ExpertSlots] | None = None
         """The streamer of experts that take the memory that forward passes leave; None if --weight-memory is given."""

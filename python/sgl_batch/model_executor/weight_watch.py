@@ -92,7 +92,7 @@ def _draw_weights(model: nn.Module, form: QuantisedForm | None) -> None:
     for layer in expert_layers(model):
         for weight in (layer.w13_weight, layer.w2_weight):
             draw_numbers(form, weight.data)
-    if form.integers:  # mxfp4 is for experts alone
+    if form.integers or form.has_e4m3:  # mxfp4 is for experts alone
         for name, linear in plain_linears(model).items():
             if not is_kept_as_floats(f"{name}.weight"):
                 draw_numbers(form, linear.weight.data.unsqueeze(0))

@@ -80,8 +80,8 @@ class Model:
 
     @cached_property
     def more_as_floats(self) -> int:
-        """Bytes that weights beside experts take more where ranks share them, in whose memory none has 4 bits."""
-        small = [tensor for tensor in self.tensors if tensor.four_bits is not None and not tensor.is_expert]
+        """Bytes that weights beside experts take more where ranks share them: none has 4 or 8 bits a number there."""
+        small = [tensor for tensor in self.tensors if tensor.grouped is not None and not tensor.is_expert]
         return sum(tensor.count * self.item_bytes - tensor.num_bytes(self.item_bytes) for tensor in small)
 
     def weight_bytes(self, *, int8: bool = False) -> WeightBytes:

@@ -35,6 +35,9 @@ _E8M0_BIAS, _E8M0_NAN = 127, 255
 # Dummy weights are no larger than SGLang's.
 _DUMMY_POWER = _E8M0_BIAS - 12
 _DUMMY_SCALES = (2.0**-11, 1.25 * 2.0**-11)
+_DUMMY_FP8_SCALES = (2.0**-17, 1.25 * 2.0**-17)
+# Of e4m3, without its sign; and the inputs that share a scale where scales are not of blocks.
+_E4M3_NAN, _DUMMY_FP8_GROUP = 0x7F, 128
 # AWQ's words hold the integers of eight neighbouring outputs in this order.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -115,20 +118,31 @@ class Dequantised:
 def draw_numbers(form: QuantisedForm, out: Tensor) -> None:
     """Fill matrices [any, outputs, inputs] with random numbers that the form has exactly.
 
-    Only numbers that stay in 4 bits in memory matter; of other forms `out` stays as it is.
+    Only numbers that stay in 4 or 8 bits in memory matter; of other forms `out` stays as it is.
     """
     if out.dim() != 3:
         return
-    if form.method == Kind.MXFP4 and out.shape[2] % MXFP4_BLOCK == 0:
-        shape = *out.shape[:2], out.shape[2] // MXFP4_BLOCK
+    inputs = out.shape[2]
+    if form.method == Kind.MXFP4 and inputs % MXFP4_BLOCK == 0:
+        shape = *out.shape[:2], inputs // MXFP4_BLOCK
         blocks = torch.randint(0, 256, (*shape, MXFP4_BLOCK // 2), dtype=torch.uint8)
         mxfp4_floats(blocks, torch.full(shape, _DUMMY_POWER, dtype=torch.uint8), out)
     elif form.integers and not form.reordered and all(bits <= MOST_FOUR_BITS for bits, _ in form.integers):
-        # Neighbouring groups have scales of their own, so that they do not fit in a larger one.
-        groups = torch.arange(out.shape[2]) // (form.integers[0][1] or out.shape[2])
-        scales = torch.where(groups % 2 == 0, *_DUMMY_SCALES).to(out.dtype)
+        scales = _in_turn(_DUMMY_SCALES, form.integers[0][1] or inputs, out)
         for expert in out:
             expert.copy_(torch.randint(-8, 8, expert.shape, dtype=torch.int8)).mul_(scales)
+    elif form.has_e4m3 and not form.integers:
+        scales = _in_turn(_DUMMY_FP8_SCALES, _DUMMY_FP8_GROUP if form.block is None else form.block[1], out)
+        for expert in out:
+            codes = torch.randint(0, 2 * _E4M3_NAN, expert.shape, dtype=torch.uint8)
+            codes += codes >= _E4M3_NAN
+            expert.copy_(codes.view(torch.float8_e4m3fn)).mul_(scales)
+
+
+def _in_turn(scales: tuple[float, float], group: int, out: Tensor) -> Tensor:
+    """Return a scale for each input of matrices `out`: neighbouring groups have two, and do not fit in a larger one."""
+    groups = torch.arange(out.shape[2]) // group
+    return torch.where(groups % 2 == 0, *scales).to(out.dtype)
 
 
 class _Scratch:

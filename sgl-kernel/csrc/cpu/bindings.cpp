@@ -131,7 +131,8 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   check(w13, 3, "w13");
   check(w2, 3, "w2");
   const int64_t tokens = x.size(0), hidden = x.size(1), num_slots = w13.size(0);
-  const int64_t inter = w13.scalar_type() == at::kInt ? w13.size(1) / 2 : inputs_of(w2, w2.size(2));
+  const bool has_scales_beside = w13.scalar_type() == at::kInt || w13.scalar_type() == at::kFloat8_e4m3fn;
+  const int64_t inter = has_scales_beside ? w13.size(1) / 2 : inputs_of(w2, w2.size(2));
   TORCH_CHECK(w13.size(1) == 2 * inter, "w13 is ", w13.sizes(), ", not [", num_slots, ", ", 2 * inter, ", ", hidden, "]");
   TORCH_CHECK(w2.size(0) == num_slots && w2.size(1) == hidden, "w2 is ", w2.sizes(), ", not [", num_slots, ", ", hidden,
               ", ", inter, "]");

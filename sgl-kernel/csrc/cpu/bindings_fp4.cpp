@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "four_bit_panels.h"
+#include "grouped_panels.h"
 #include "fp4.h"
 #include "tasks.h"
 #include "tensor_checks.h"
@@ -28,7 +28,7 @@ void check_fp4(const at::Tensor& plain, const at::Tensor& packed) {
 
 bool pack_fp4(const at::Tensor& weight, at::Tensor packed) {
   check_fp4(weight, packed);
-  return pack_four_bits(weight, packed, DType::kFp4, [k = weight.size(2)](const uint16_t* plain, void* panel) {
+  return pack_groups(weight, packed, DType::kFp4, [k = weight.size(2)](const uint16_t* plain, void* panel) {
     return pack_fp4_panel(plain, k, panel);
   });
 }
@@ -38,7 +38,7 @@ at::Tensor unpack_fp4(const at::Tensor& packed) {
   const int64_t k = inputs_of(packed, packed.size(2));
   auto plain = at::empty({packed.size(0), packed.size(1), k}, packed.options().dtype(at::kBFloat16));
   check_fp4(plain, packed);
-  each_four_bit_panel(plain, packed, DType::kFp4,
+  each_grouped_panel(plain, packed, DType::kFp4,
                       [k](uint16_t* numbers, const void* panel) { unpack_fp4_panel(panel, k, numbers); });
   return plain;
 }

@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "four_bit_panels.h"
+#include "grouped_panels.h"
 #include "int4.h"
 #include "tensor_checks.h"
 
@@ -25,7 +25,7 @@ DType check_int4(const at::Tensor& plain, const at::Tensor& packed) {
 
 bool pack_int4(const at::Tensor& weight, at::Tensor packed) {
   const DType dtype = check_int4(weight, packed);
-  return pack_four_bits(weight, packed, dtype, [k = weight.size(2), group = int4_group(dtype)](const uint16_t* plain, void* panel) {
+  return pack_groups(weight, packed, dtype, [k = weight.size(2), group = int4_group(dtype)](const uint16_t* plain, void* panel) {
     return pack_int4_panel(plain, k, group, panel);
   });
 }
@@ -34,7 +34,7 @@ at::Tensor unpack_int4(const at::Tensor& packed, int64_t k) {
   check(packed, 3, "packed");
   auto plain = at::empty({packed.size(0), packed.size(1), k}, packed.options().dtype(at::kBFloat16));
   const DType dtype = check_int4(plain, packed);
-  each_four_bit_panel(plain, packed, dtype, [k, group = int4_group(dtype)](uint16_t* numbers, const void* panel) {
+  each_grouped_panel(plain, packed, dtype, [k, group = int4_group(dtype)](uint16_t* numbers, const void* panel) {
     unpack_int4_panel(panel, k, group, numbers);
   });
   return plain;

@@ -16,6 +16,17 @@ constexpr int kWords = 2 * kLanes;
 inline VecW load_words(const uint16_t* from) { return *reinterpret_cast<const VecWU*>(from); }
 inline void store_words(uint16_t* to, VecW value) { *reinterpret_cast<VecWU*>(to) = value; }
 
+#if SGL_BATCH_LANES == 16
+inline VecW two_to_bf16(VecF first, VecF second) {
+#ifdef SGL_BATCH_TWO_TO_BF16
+  return (VecW)SGL_BATCH_TWO_TO_BF16(first, second);
+#else
+  const __m512i low = _mm512_castsi256_si512((__m256i)to_bf16(first));
+  return (VecW)_mm512_inserti64x4(low, (__m256i)to_bf16(second), 1);
+#endif
+}
+#endif
+
 inline VecW swap_bytes(VecW words) {
   VecB other;
   for (int i = 0; i < 2 * kWords; ++i) other[i] = i ^ 1;

@@ -20,7 +20,7 @@ class Experts {
         isa_(isa()),
         row_dtype_(isa_.row_dtype(call.w_dtype)),
         tile_(isa_.tile(call.w_dtype)),
-        block_rows_(rows_per_block(tile_.cut, 2 * call.hidden, call.w13_marks != nullptr || has_four_bits(call.w_dtype))),
+        block_rows_(rows_per_block(tile_.cut, 2 * call.hidden, call.w13_marks != nullptr || has_groups(call.w_dtype))),
         plan_(call, cut()),
         rows_(plan_.routing().rows.data()) {
     for (const Block& block : plan_.blocks())
@@ -178,7 +178,8 @@ class Experts {
   }
 
   static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedWeight& weight, const char* next, int64_t k) {
-    return tiles.ahead(tile, next, weight.filled_bytes(), tile_steps(weight.dtype, weight.k), tile_steps(weight.dtype, k));
+    return tiles.ahead(tile, next, weight.filled_bytes(), tile_steps(weight.dtype, weight.k), tile_steps(weight.dtype, k),
+                       has_groups(weight.dtype));
   }
 
   // A tile's share of the rows that the next block gathers: the given one of `calls`, of so many k, brings a row, or a part of one.

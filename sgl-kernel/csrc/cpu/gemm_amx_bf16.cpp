@@ -9,6 +9,7 @@
 #include "amx_panels.h"
 #include "coded.h"
 #include "fp4.h"
+#include "fp8.h"
 #include "int4.h"
 
 namespace sgl_batch {
@@ -83,16 +84,33 @@ struct PanelFp4 {
   const uint8_t* words;
 };
 
-// Likewise. Groups of int4 have whole blocks.
-struct PanelInt4 {
-  static constexpr int64_t kBytes = 2 * 2 * kPanel / kInt4WordK;
+// Likewise. Groups of int4 and of fp8 have whole blocks.
+struct OfInt4 {
+  using Scale = uint32_t;
+  static constexpr int64_t kBlockBytes = kPanel * kInt4BlockK / 2;
   static_assert(kSteps * 2 == kInt4BlockK);
-  explicit PanelInt4(const Tile& tile)
-      : blocks(static_cast<int>(tile.base / kInt4BlockK)),
-        scales(static_cast<const uint32_t*>(tile.panel)),
-        words(static_cast<const char*>(tile.panel) + int4_scale_bytes(tile.k, tile.base)) {}
+  static void decode(const Scale* scales, const void* words, uint16_t* to) {
+    kAvx512Bf16.decode_int4(scales, words, kInt4BlockK, kInt4BlockK, to);
+  }
+};
+struct OfFp8 {
+  using Scale = float;
+  static constexpr int64_t kBlockBytes = kPanel * kFp8BlockK;
+  static_assert(kSteps * 2 == kFp8BlockK);
+  static void decode(const Scale* scales, const void* words, uint16_t* to) {
+    kFp8Avx512Vbmi.decode(scales, words, kFp8BlockK, kFp8BlockK, to);  // which all processors with AMX have
+  }
+};
+template <typename Of>
+struct PanelGrouped {
+  using Scale = typename Of::Scale;
+  static constexpr int64_t kBytes = Of::kBlockBytes / kSteps;
+  explicit PanelGrouped(const Tile& tile)
+      : blocks(static_cast<int>(tile.base / (2 * kSteps))),
+        scales(static_cast<const Scale*>(tile.panel)),
+        words(static_cast<const char*>(tile.panel) + tile.k / tile.base * kPanel * static_cast<int64_t>(sizeof(Scale))) {}
   const char* block(const char*, char* copied) {
-    kAvx512Bf16.decode_int4(scales, words, kInt4BlockK, kInt4BlockK, reinterpret_cast<uint16_t*>(copied));
+    Of::decode(scales, words, reinterpret_cast<uint16_t*>(copied));
     words += kSteps * kBytes;
     if (++done == blocks) done = 0, scales += kPanel;
     return copied;
@@ -100,7 +118,7 @@ struct PanelInt4 {
   void copy(const char*, int64_t, char*) {}  // k leaves no rest
 
   int blocks, done = 0;  // of a group
-  const uint32_t* scales;
+  const Scale* scales;
   const char* words;
 };
 
@@ -197,7 +215,8 @@ constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_two = run_two,
                                         .run_coded = run<PanelCoded>,
                                         .run_fp4 = run<PanelFp4>,
-                                        .run_int4 = run<PanelInt4>,
+                                        .run_int4 = run<PanelGrouped<OfInt4>>,
+                                        .run_fp8 = run<PanelGrouped<OfFp8>>,
                                         .run_kept = nullptr,
                                         .run_kept_half = nullptr,
                                         .cut = kCut,

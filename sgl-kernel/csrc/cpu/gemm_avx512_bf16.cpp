@@ -7,8 +7,9 @@
 #define SGL_BATCH_ROWS 12
 #define SGL_BATCH_TO_BF16(value) _mm512_cvtneps_pbh((__m512)(value))
 #define SGL_BATCH_TWO_TO_BF16(first, second) _mm512_cvtne2ps_pbh((__m512)(second), (__m512)(first))
+#include "coded_pairs.h"
 #include "coded_tile_avx512.h"
-#include "fours_tile_avx512.h"
+#include "grouped_tile_avx512.h"
 #include "gemm_vector.h"
 #include "softmax_avx512.h"
 
@@ -63,35 +64,12 @@ struct TilePairs {
   }
 };
 
-// How pairs of rows meet a coded block.
-struct CodedPairs {
-  using Kept = uint16_t;
-  static constexpr int64_t kRowBytes = 2;
-
-  template <int M>
-  [[gnu::always_inline]] static void add(VecF (&acc)[M][kVectors], const Left<M>& left, const VecW (&weights)[4], Kept*& kept) {
-    if (kept != nullptr) {
-#pragma GCC unroll 4
-      for (int group = 0; group < 4; ++group) store_words(kept + group * kPanel, weights[group]);
-      kept += kCodedBlockNumbers;
-    }
-#pragma GCC unroll 2
-    for (int step = 0; step < 2; ++step)
-#pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) {
-        const __m512bh row = (__m512bh)_mm512_set1_epi32(left.template word<int>(i, step));
-        acc[i][0] = (VecF)_mm512_dpbf16_ps((__m512)acc[i][0], row, (__m512bh)weights[2 * step]);
-        acc[i][1] = (VecF)_mm512_dpbf16_ps((__m512)acc[i][1], row, (__m512bh)weights[2 * step + 1]);
-      }
-  }
-};
-
 template <int M>
 struct TileCodedPairs : TileCoded<CodedPairs, M> {};
 template <int M>
-struct TileFp4Pairs : TileFours<CodedPairs, PanelOfFp4, M> {};
+struct TileFp4Pairs : TileGrouped<CodedPairs, PanelOfFp4, M> {};
 template <int M>
-struct TileInt4Pairs : TileFours<CodedPairs, PanelOfInt4, M> {};
+struct TileInt4Pairs : TileGrouped<CodedPairs, PanelOfInt4, M> {};
 // Weights of a softmax as pairs.
 struct Bf16Weights {
   using Number = uint16_t;

@@ -5,6 +5,7 @@
 
 #include "coded_vector.h"
 #include "fp4_vector.h"
+#include "fp8_vector.h"
 #include "gemm.h"
 #include "int4_vector.h"
 #include "norm_rope_vector.h"
@@ -223,7 +224,7 @@ void by_rows(const Tile& tile, Others... others) {
 
 constexpr TileKernel kernel_of(TileFn run, TileFn run_i8 = nullptr, TileFn run_half = nullptr, TwoPanelsFn run_two = nullptr,
                                TileFn run_coded = nullptr, TileFn run_kept = nullptr, TileFn run_kept_half = nullptr,
-                               TileFn run_fp4 = nullptr, TileFn run_int4 = nullptr) {
+                               TileFn run_fp4 = nullptr, TileFn run_int4 = nullptr, TileFn run_fp8 = nullptr) {
   return {.run = run,
           .run_i8 = run_i8,
           .run_half = run_half,
@@ -231,6 +232,7 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8 = nullptr, TileFn run_h
           .run_coded = run_coded,
           .run_fp4 = run_fp4,
           .run_int4 = run_int4,
+          .run_fp8 = run_fp8,
           .run_kept = run_kept,
           .run_kept_half = run_kept_half,
           .cut = {.max_rows = kRows},
@@ -239,9 +241,10 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8 = nullptr, TileFn run_h
 }
 
 // Tiles whose rows are f32: weights are widened in registers.
-constexpr TileKernel widening_kernel(TileFn run_coded = nullptr, TileFn run_fp4 = nullptr, TileFn run_int4 = nullptr) {
+constexpr TileKernel widening_kernel(TileFn run_coded = nullptr, TileFn run_fp4 = nullptr, TileFn run_int4 = nullptr,
+                                     TileFn run_fp8 = nullptr) {
   return kernel_of(by_rows<TileBf16, kRows>, by_rows<TileI8, kRows>, by_rows<TileHalfBf16, kRows>, by_rows<TileBf16, kRows>,
-                   run_coded, by_rows<TileKept, kRows>, by_rows<TileHalfKept, kRows>, run_fp4, run_int4);
+                   run_coded, by_rows<TileKept, kRows>, by_rows<TileHalfKept, kRows>, run_fp4, run_int4, run_fp8);
 }
 
 // Everything but the tiles for pairs is the same for all instruction sets.
@@ -263,6 +266,7 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, const TileKernel& tile
       .decode = decode_blocks,
       .decode_fp4 = decode_fp4,
       .decode_int4 = decode_int4,
+      .decode_fp8 = decode_fp8,
       .scale_columns = scale_columns,
       .choose = choose,
       .transpose_words = transpose_words,

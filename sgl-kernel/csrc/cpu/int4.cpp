@@ -3,13 +3,11 @@
 #include <algorithm>
 
 #include "clones.h"
+#include "group_scale.h"
 
 namespace sgl_batch {
 namespace {
 
-constexpr int kMostGroup = 128;
-constexpr uint32_t kHalfStep = 0x8000;  // of bf16, in bits of f32
-constexpr uint32_t kInfinity = 0x7f800000;
 constexpr uint32_t kScaleStep = ~kInt4Scale + 1;
 // Numbers of other magnitudes would not be normal throughout.
 constexpr uint16_t kLeast = (127 - 100) << 7, kMost = (127 + 100) << 7;
@@ -21,92 +19,44 @@ constexpr float kToWhole = 12582912.0f;  // 1.5 * 2^23: a number below it become
 constexpr int kLargest[] = {8, 7, 9, 10, 11, 12, 13, 14, 15, 6, 5, 4, 3, 2, 1};
 constexpr uint32_t kMostCode = 15;
 
-// One output's numbers that have one scale, by magnitude and sign.
-struct Group {
-  int count;
-  uint32_t magnitudes[kMostGroup];  // as f32
-  uint32_t signs[kMostGroup];       // all bits, or none
-  uint32_t whole[kMostGroup];       // multiples of the scale
-};
-
-// Splits the numbers; returns the largest magnitude as bf16.
-SGL_BATCH_CLONES uint16_t split(const uint16_t* from, Group& group) {
-  uint32_t largest = 0;
-  for (int i = 0; i < group.count; ++i) {
-    const uint32_t magnitude = from[i] & 0x7fffu;
-    group.magnitudes[i] = magnitude << 16;
-    group.signs[i] = 0u - (from[i] >> 15);
-    largest = std::max(largest, magnitude);
-  }
-  return static_cast<uint16_t>(largest);
-}
-
-// Whether numbers [first, last), times `factor`, are nearly whole, each; these are left in `whole`.
-SGL_BATCH_CLONES bool nearly_whole(Group& group, int first, int last, float factor) {
-  const uint32_t most = __builtin_bit_cast(uint32_t, kTolerance), none = __builtin_bit_cast(uint32_t, kToWhole);
+// Whether numbers [first, last), times `factor`, are nearly whole, each; these are its multiples.
+SGL_BATCH_CLONES bool nearly_whole(ScaledGroup& group, int first, int last, float factor) {
+  const uint32_t most = __builtin_bit_cast(uint32_t, kTolerance);
   uint32_t wrong = 0;
   for (int i = first; i < last; ++i) {
-    const float times = __builtin_bit_cast(float, group.magnitudes[i]) * factor, shifted = times + kToWhole;
-    const float lack = times - (shifted - kToWhole);
+    const float exact = __builtin_bit_cast(float, group.magnitudes[i]) * factor, whole = (exact + kToWhole) - kToWhole;
+    const float lack = exact - whole;
     wrong |= (__builtin_bit_cast(uint32_t, lack) & 0x7fffffffu) > most ? 1u : 0u;
-    group.whole[i] = __builtin_bit_cast(uint32_t, shifted) - none;
-  }
-  return wrong == 0;
-}
-
-// The scales, as f32, whose multiples are rounded to the numbers: at least `least`, at most `most`.
-struct Bounds {
-  uint32_t least, most;
-};
-
-SGL_BATCH_CLONES Bounds bounds_of(const Group& group) {
-  uint32_t least = 0, most = kInfinity;
-  for (int i = 0; i < group.count; ++i) {
-    const uint32_t magnitude = group.magnitudes[i];
-    const auto times = static_cast<float>(static_cast<int32_t>(group.whole[i]));
-    // Of no times the scale any will do, if the number is zero, and none otherwise.
-    const bool is_zero = group.whole[i] == 0;
-    const auto below = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude - kHalfStep) / times);
-    const auto above = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude + kHalfStep) / times);
-    least = std::max(least, is_zero ? (magnitude == 0 ? 0 : kInfinity) : below);
-    most = std::min(most, is_zero ? kInfinity : above);
-  }
-  return {least, most};
-}
-
-SGL_BATCH_CLONES bool gives_all(const Group& group, float scale) {
-  uint32_t wrong = 0;
-  for (int i = 0; i < group.count; ++i) {
-    const uint32_t exact = __builtin_bit_cast(uint32_t, static_cast<float>(static_cast<int32_t>(group.whole[i])) * scale);
-    wrong |= ((exact + 0x7fffu + (exact >> 16 & 1u)) & 0xffff0000u) ^ group.magnitudes[i];
+    group.times[i] = whole;
   }
   return wrong == 0;
 }
 
 // The zero point for these multiples, at most kMostCode; more where codes cannot hold them.
-SGL_BATCH_CLONES uint32_t zero_of(const Group& group) {
-  uint32_t below = 0, above = 0;
+SGL_BATCH_CLONES uint32_t zero_of(const ScaledGroup& group) {
+  int32_t below = 0, above = 0;
   for (int i = 0; i < group.count; ++i) {
-    below = std::max(below, group.whole[i] & group.signs[i]);
-    above = std::max(above, group.whole[i] & ~group.signs[i]);
+    const auto times = static_cast<int32_t>(group.times[i]), sign = static_cast<int32_t>(group.signs[i]);
+    below = std::max(below, times & sign);
+    above = std::max(above, times & ~sign);
   }
-  return below + above <= kMostCode ? below : kMostCode + 1;
+  return static_cast<uint32_t>(below + above) <= kMostCode ? static_cast<uint32_t>(below) : kMostCode + 1;
 }
 
 // The scale between the bounds that gives all numbers, or 0.
-float scale_between(const Group& group, const Bounds& bounds) {
+float scale_between(const ScaledGroup& group, const ScaleBounds& bounds) {
   if (bounds.least > bounds.most) return 0.0f;
   const uint32_t middle = bounds.least + (bounds.most - bounds.least) / 2;
   const uint32_t nearest = (middle + kScaleStep / 2) & kInt4Scale;
   // A bound itself may give a number's neighbour.
   for (const uint32_t scale : {nearest, nearest + kScaleStep, nearest - kScaleStep})
-    if (gives_all(group, __builtin_bit_cast(float, scale))) return __builtin_bit_cast(float, scale);
+    if (scale_gives_all(group, __builtin_bit_cast(float, scale))) return __builtin_bit_cast(float, scale);
   return 0.0f;
 }
 
 // Codes of an output's group, and its word; false where there are none.
-bool codes_of(const uint16_t* from, Group& group, uint32_t* codes, uint32_t& word) {
-  const uint16_t largest = split(from, group);
+bool codes_of(const uint16_t* from, ScaledGroup& group, uint32_t* codes, uint32_t& word) {
+  const uint16_t largest = split_group(from, group);
   if (largest == 0) {
     std::fill_n(codes, group.count, 0u);
     word = __builtin_bit_cast(uint32_t, 1.0f);
@@ -114,17 +64,18 @@ bool codes_of(const uint16_t* from, Group& group, uint32_t* codes, uint32_t& wor
   }
   if (largest < kLeast || largest > kMost) return false;
   const float inverse = 1.0f / bf16_to_f32(largest);
-  // Most that are wrong are so among the first numbers.
-  const int some = std::min<int>(group.count, kInt4BlockK);
+  const int some = std::min(group.count, kSomeOfGroup);
   for (const int times : kLargest) {
     const float factor = static_cast<float>(times) * inverse;
     if (!nearly_whole(group, 0, some, factor) || !nearly_whole(group, some, group.count, factor)) continue;
     const uint32_t zero = zero_of(group);
     if (zero > kMostCode) continue;
-    const float scale = scale_between(group, bounds_of(group));
+    const float scale = scale_between(group, scale_bounds(group));
     if (scale == 0.0f) continue;
-    for (int i = 0; i < group.count; ++i)
-      codes[i] = group.signs[i] != 0 ? zero - group.whole[i] : zero + group.whole[i];
+    for (int i = 0; i < group.count; ++i) {
+      const auto whole = static_cast<uint32_t>(group.times[i]);
+      codes[i] = group.signs[i] != 0 ? zero - whole : zero + whole;
+    }
     word = __builtin_bit_cast(uint32_t, scale) | zero;
     return true;
   }
@@ -152,7 +103,7 @@ bool pack_int4_panel(const uint16_t* plain, int64_t k, int64_t group, void* to) 
   const int64_t words_of_group = group / kInt4WordK * Place::kWords;
   uint32_t block[kMostGroup / kInt4WordK * Place::kWords];
   uint32_t codes[kMostGroup];
-  Group own{.count = static_cast<int>(group), .magnitudes = {}, .signs = {}, .whole = {}};
+  ScaledGroup own{.count = static_cast<int>(group), .magnitudes = {}, .signs = {}, .times = {}};
   for (int64_t first = 0; first < k; first += group, scales += kPanel, words += words_of_group) {
     std::fill_n(block, words_of_group, 0u);
     for (int64_t column = 0; column < kPanel; ++column) {

@@ -58,12 +58,7 @@ struct Int4Numbers {
 #pragma GCC unroll 2
     for (int part = 0; part < 2; ++part)
       numbers[part] = (VecF)_mm512_fmadd_ps(whole[part], (__m512)own.scales[group % 2][part], (__m512)own.addends[group % 2][part]);
-#ifdef SGL_BATCH_TWO_TO_BF16
-    return (VecW)SGL_BATCH_TWO_TO_BF16(numbers[0], numbers[1]);
-#else
-    const __m512i low = _mm512_castsi256_si512((__m256i)to_bf16(numbers[0]));
-    return (VecW)_mm512_inserti64x4(low, (__m256i)to_bf16(numbers[1]), 1);
-#endif
+    return two_to_bf16(numbers[0], numbers[1]);
   }
   __m512 table;
 };

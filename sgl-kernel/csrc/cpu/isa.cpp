@@ -11,13 +11,26 @@ namespace sgl_batch {
 namespace {
 
 #if defined(__x86_64__)
+// Whether fp8 is taken to bf16 by tables. All processors with AVX512-BF16 but those of one generation have them.
+bool has_byte_tables() { return __builtin_cpu_supports("avx512vbmi"); }
+
+const Isa& avx512_with_tables() {
+  static const Isa composed = [] {
+    Isa isa = kAvx512Bf16;
+    if (has_byte_tables()) isa.tile_bf16.run_fp8 = kFp8Avx512Vbmi.run, isa.decode_fp8 = kFp8Avx512Vbmi.decode;
+    return isa;
+  }();
+  return composed;
+}
+
 // AVX512-BF16 whose weights are widened to meet rows of f32: its instructions round to bf16, and multiply nothing.
 const Isa& avx512_widened() {
   static const Isa composed = [] {
-    Isa isa = kAvx512Bf16;
+    Isa isa = avx512_with_tables();
     isa.name = "avx512_widened";
     isa.bf16_pairs = kAvx512.bf16_pairs;
     isa.tile_bf16 = kAvx512.tile_bf16;
+    if (has_byte_tables()) isa.tile_bf16.run_fp8 = kFp8Avx512Vbmi.run_widened;
     isa.softmax_step = kAvx512.softmax_step;
     return isa;
   }();
@@ -27,7 +40,7 @@ const Isa& avx512_widened() {
 // AVX512-BF16 with a tile of its own for bf16 weights.
 const Isa& amx_bf16() {
   static const Isa composed = [] {
-    Isa isa = kAvx512Bf16;
+    Isa isa = avx512_with_tables();
     isa.name = "amx_bf16";
     isa.tile_bf16 = kAmxBf16Tile;
     return isa;
@@ -51,8 +64,8 @@ std::vector<const Isa*> runnable() {
   static const bool amx_bf16_tiles = avx512_bf16 && tiles_are_usable();
   if (amx_bf16_tiles) found.push_back(&amx_bf16());
   if (avx512_bf16) {
-    found.push_back(widening_pays() ? &avx512_widened() : &kAvx512Bf16);
-    found.push_back(widening_pays() ? &kAvx512Bf16 : &avx512_widened());
+    found.push_back(widening_pays() ? &avx512_widened() : &avx512_with_tables());
+    found.push_back(widening_pays() ? &avx512_with_tables() : &avx512_widened());
   }
   if (avx512) found.push_back(&kAvx512);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2);

@@ -20,7 +20,7 @@ class Linear {
         element_(static_cast<int64_t>(size_of(c_.x_dtype))),
         row_element_(static_cast<int64_t>(size_of(row_dtype_))),
         row_bytes_(c_.w.k * row_element_),
-        blocks_(divide_up(c_.rows, rows_per_block(tile_.cut, 2 * c_.w.k, has_four_bits(c_.w.dtype)))),
+        blocks_(divide_up(c_.rows, rows_per_block(tile_.cut, 2 * c_.w.k, has_groups(c_.w.dtype)))),
         crowded_(!tile_.cut.row_blocks && c_.rows > tile_.cut.max_rows &&
                  row_stride(c_.x_row * element_) != c_.x_row * element_),
         converts_(row_dtype_ != c_.x_dtype && blocks_ >= kTasksPerThread * num_threads()),
@@ -120,7 +120,8 @@ class Linear {
           float* result = results + (parts.count > 1 ? row * kPanel : 0);
           char* out = output(task.head, panel, begin + row);
           if (part + 1 == parts.count) fetch_rows_to_write(out, out_bytes(), m, static_cast<size_t>(kPanel * element_));
-          const Ahead ahead = tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k), tile_steps(w.dtype, k));
+          const Ahead ahead = tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k), tile_steps(w.dtype, k),
+                                            has_groups(w.dtype));
           ready.multiply({rows + layout.at(row, k * row_element_), layout.row, ready.from(k), parts.length(part), m, result, kPanel,
                           part > 0, ahead, layout.block});
           if (part + 1 < parts.count) continue;

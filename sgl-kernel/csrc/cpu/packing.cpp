@@ -9,6 +9,7 @@
 #include "clones.h"
 #include "coded.h"
 #include "fp4.h"
+#include "fp8.h"
 #include "int4.h"
 #include "rows.h"
 
@@ -197,6 +198,12 @@ ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64
     if (tile.run_int4 != nullptr && !tile.cut.cuts_k(tiles))
       return {panel(index), tile.run_int4, 0, static_cast<uint32_t>(group), keeps ? spare : nullptr, tile.run_kept, kept};
     decode_int4_panel(isa, panel(index), k, group, spare);
+    return {spare, tile.run, wide};
+  }
+  if (const int64_t group = fp8_group(dtype); group > 0) {
+    if (tile.run_fp8 != nullptr && !tile.cut.cuts_k(tiles))
+      return {panel(index), tile.run_fp8, 0, static_cast<uint32_t>(group), keeps ? spare : nullptr, tile.run_kept, kept};
+    decode_fp8_panel(isa, panel(index), k, group, spare);
     return {spare, tile.run, wide};
   }
   if (dtype == DType::kF32) return {ready_part(index, spare, 0, k), tile.run, wide};

@@ -60,7 +60,7 @@ class Int8Panel {
   Int8Tile part(const Int8Rows& rows, const Int8TileOf& of, int64_t first, int64_t count, int32_t* sums) const {
     Int8Tile tile{.a = rows.at(of.row(), first), .a_stride = rows.layout.row, .panel = ready_ + first * kPanel,
                   .steps = quad_steps(count), .m = of.m(), .c = sums,
-                  .ahead = of.tiles.ahead(of.tile, of.next_panel, kPanel * rows.k, quad_steps(rows.k), quad_steps(first)),
+                  .ahead = of.tiles.ahead(of.tile, of.next_panel, kPanel * rows.k, quad_steps(rows.k), quad_steps(first), false),
                   .add = first > 0, .a_block = rows.layout.block};
     if (of.next_rows != nullptr) bring_blocks(tile.ahead, of.next_rows + rows.layout.at(0, first), of.count, rows.layout);
     return tile;

@@ -116,14 +116,15 @@ struct Tiles {
   int size(int64_t tile) const { return static_cast<int>(at(tile + 1) - at(tile)); }
 
   // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow from the step `first` on: together the
-  // tiles bring them all.
-  Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps, int64_t first = 0) const {
+  // tiles bring them all. `decodes`: of panels whose groups share scales.
+  Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps, int64_t first, bool decodes) const {
     const int64_t step = divide_up(bytes, steps * count);
     const char* share = static_cast<const char*>(from) + (tile * steps + first) * step;
-    const bool is_brought = rows <= kFewRows && full_rows == 0 && core_brings_lines_between();
-    if (is_brought && step == 2 * kLineBytes) return {share, step, share, step};
-    // Of fp4 a tile takes so long for a line that the core brings them all by itself.
-    if (is_brought && step < kLineBytes) return {share, 0};
+    if (full_rows == 0 && core_brings_lines_between()) {
+      // Of a panel that it decodes a tile takes so long for a line that the core brings them all by itself.
+      if (decodes && count == 1) return {share, 0};
+      if (rows <= kFewRows && step == 2 * kLineBytes) return {share, step, share, step};
+    }
     return {share, step};
   }
 

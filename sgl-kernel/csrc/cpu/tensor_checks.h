@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "fp4.h"
+#include "fp8.h"
 #include "gemm.h"
 #include "int4.h"
 
@@ -29,15 +30,26 @@ inline DType int4_dtype_of(const at::Tensor& tensor, int64_t k, const char* name
     if (k % int4_group(dtype) == 0 && tensor.size(-1) * 4 == packed_bytes(dtype, k)) return dtype;
   TORCH_CHECK(false, name, " is ", tensor.sizes(), ", whose rows are no int4 of ", k, " inputs in groups of 32, 64 or 128");
 }
+// Of fp8: bytes likewise.
+inline DType fp8_dtype_of(const at::Tensor& tensor, int64_t k, const char* name) {
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat8_e4m3fn, name, " is ", tensor.scalar_type(), "; fp8 is float8_e4m3fn");
+  for (const DType dtype : {DType::kFp8By128, DType::kFp8By32})
+    if (k % fp8_group(dtype) == 0 && tensor.size(-1) == packed_bytes(dtype, k)) return dtype;
+  TORCH_CHECK(false, name, " is ", tensor.sizes(), ", whose rows are no fp8 of ", k, " inputs in groups of 32 or 128");
+}
 // How many inputs a matrix of so many numbers, or bytes, a row has.
 inline int64_t inputs_of(const at::Tensor& weight, int64_t columns) {
   return weight.scalar_type() == at::kByte ? columns / 17 * 32 : columns;
 }
-// Of matrices of n outputs and k inputs, which may have four bits a number, too: bytes of fp4, words of int4.
+// Of matrices of n outputs and k inputs, whose numbers may share scales, too: bytes of fp4, words of int4, bytes of fp8.
 inline DType matrix_dtype_of(const at::Tensor& weight, int64_t n, int64_t k, const char* name) {
   if (weight.scalar_type() == at::kInt) {
     TORCH_CHECK(n % kPanel == 0, name, " is int4 of ", n, " outputs; use a multiple of ", kPanel);
     return int4_dtype_of(weight, k, name);
+  }
+  if (weight.scalar_type() == at::kFloat8_e4m3fn) {
+    TORCH_CHECK(n % kPanel == 0, name, " is fp8 of ", n, " outputs; use a multiple of ", kPanel);
+    return fp8_dtype_of(weight, k, name);
   }
   TORCH_CHECK(inputs_of(weight, weight.size(-1)) == k, name, " is ", weight.sizes(), " for ", k, " inputs");
   if (weight.scalar_type() != at::kByte) return weight_dtype_of(weight, name);
@@ -49,7 +61,7 @@ inline DType expert_dtype_of(const at::Tensor& w13, int64_t hidden, const at::Te
   TORCH_CHECK(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
   const DType dtype = matrix_dtype_of(w13, inter, hidden, "w13");
   TORCH_CHECK(matrix_dtype_of(w2, hidden, inter, "w2") == dtype, "w13 is ", w13.sizes(), " but w2 ", w2.sizes(),
-              ", which is int4 with groups of another size");
+              ", which has groups of another size");
   return dtype;
 }
 

@@ -23,15 +23,17 @@ from .weight_forms import copy_past_caches_ as copy_past_caches_
 from .weight_forms import pack_ as pack_
 from .weight_forms import pack_coded_ as pack_coded_
 from .weight_forms import pack_fp4_ as pack_fp4_
+from .weight_forms import pack_fp8_ as pack_fp8_
 from .weight_forms import pack_int4_ as pack_int4_
 from .weight_forms import round_to_int8_ as round_to_int8_
 from .weight_forms import uncode_ as uncode_
 from .weight_forms import unpack_ as unpack_
 from .weight_forms import unpack_fp4 as unpack_fp4
+from .weight_forms import unpack_fp8 as unpack_fp8
 from .weight_forms import unpack_int4 as unpack_int4
 from .weight_forms import widen_mxfp4_ as widen_mxfp4_
 
-INTERFACE = 16
+INTERFACE = 17
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -99,8 +101,9 @@ def experts(
     `w13_bias` [E, 2I], gates first, and `w2_bias` [E, M], float32, are added to the products. With `alpha` and `limit`
     an expert computes g * sigmoid(alpha * g) * (u + 1) in place of SiLU(gate) * up, where g is gate up to limit, and u
     is up between -limit and limit.
-    Weights that `pack_fp4_` has packed, uint8 [E, 2I, M * 17 / 32] and [E, M, I * 17 / 32], give the bits of bf16, and
-    so do those of `pack_int4_`, int32 [E, 2I, M / 8 + M / group] and [E, M, I / 8 + I / group].
+    Weights that `pack_fp4_` has packed, uint8 [E, 2I, M * 17 / 32] and [E, M, I * 17 / 32], give the bits of bf16. So
+    do those of `pack_int4_`, int32 [E, 2I, M / 8 + M / group] and [E, M, I / 8 + I / group], and those of `pack_fp8_`,
+    float8_e4m3fn [E, 2I, M + 4 * M / group] and [E, M, I + 4 * I / group].
     `w13_marks` [2E, panels of I] and `w2_marks` [E, panels of M] are those that `pack_coded_` returned where it has
     packed the weight; results have the bits of the weight as it was.
     """
@@ -216,7 +219,7 @@ def linear(
 ) -> torch.Tensor:
     """Rows [T, K] times a packed weight [N, K], plus a bias [N]; the result has x's number type.
 
-    A weight of int8 has `scales` [N], float32; one of 4 bits is as `pack_fp4_` or `pack_int4_` give it.
+    A weight of int8 has `scales` [N], float32; one of `pack_fp4_`, `pack_int4_` or `pack_fp8_` is as they give it.
     """
     out: torch.Tensor = _ops.linear(x_TK, weight, bias, scales)
     return out

@@ -73,6 +73,23 @@ def unpack_int4(packed: torch.Tensor, inputs: int) -> torch.Tensor:
     return plain
 
 
+def pack_fp8_(weight: torch.Tensor, packed: torch.Tensor) -> bool:
+    """Pack plain matrices [B, N, K] of bf16, N a multiple of 32 and K of `group`, that are rounded floats of 8 bits.
+
+    Of each output, `group` neighbouring inputs, 32 or 128, are then scale * number of e4m3, rounded to bf16. `packed`:
+    float8_e4m3fn [B, N, K + 4 * K / group], whose size gives the group. Returns False where numbers are none of these;
+    what `packed` holds is then undefined.
+    """
+    exact: bool = _ops.pack_fp8_(weight, packed)
+    return exact
+
+
+def unpack_fp8(packed: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Return the plain matrices [B, N, inputs] of bf16 that `pack_fp8_` has packed."""
+    plain: torch.Tensor = _ops.unpack_fp8(packed, inputs)
+    return plain
+
+
 def widen_mxfp4_(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Take rows of mxfp4 to `out`, bf16 [N, K], K a multiple of 32, as they lie in checkpoints.
 

@@ -47,16 +47,17 @@ def test_scored_prompts_need_all_of_the_last_layer_and_the_output_matrix_for_eac
     assert scored.steps == plain.steps
 
 
-def test_a_step_reads_matrices_in_the_bits_in_which_they_are_kept(repo_root, tmp_path):
+@pytest.mark.parametrize(("form", "dense_bits", "expert_bits"), [("gptq-4", 5, 5), ("fp8-blocks", 8.25, 9)])
+def test_a_step_reads_matrices_in_the_bits_in_which_they_are_kept(repo_root, tmp_path, form, dense_bits, expert_bits):
     plain = repo_root / "test" / "models" / "tiny-qwen3-moe"
-    config, small = model_config(plain), quantise(plain, tmp_path / "gptq", "gptq-4")
-    of_floats, of_integers = (least_work(model, WORKLOAD).steps[0].parts for model in (plain, small))
-    assert [one.flop for one in of_integers] == [one.flop for one in of_floats]
+    config, small = model_config(plain), quantise(plain, tmp_path / form, form)
+    of_floats, grouped = (least_work(model, WORKLOAD).steps[0].parts for model in (plain, small))
+    assert [one.flop for one in grouped] == [one.flop for one in of_floats]
     router = 2 * config["num_hidden_layers"] * config["hidden_size"] * config["num_experts"]
     dense, experts = of_floats[1].read_bytes - router, of_floats[2].read_bytes
-    assert of_integers[1].read_bytes == pytest.approx(dense * 5 / 16 + router), "a scale of 4 bytes for 32"
-    assert of_integers[2].read_bytes == pytest.approx(experts * 5 / 16)
-    assert of_integers[3] == of_floats[3]
+    assert grouped[1].read_bytes == pytest.approx(dense * dense_bits / 16 + router), "scales of 4 bytes for 32 or 128"
+    assert grouped[2].read_bytes == pytest.approx(experts * expert_bits / 16)
+    assert grouped[3] == of_floats[3]
 
 
 def test_a_step_of_decode_reads_the_experts_that_its_tokens_choose_and_their_kv(repo_root):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from sgl_batch.checkpoint.files import StoredTensor
-from sgl_batch.checkpoint.quantised import FourBits, QuantisedTensors, find_quantised
+from sgl_batch.checkpoint.quantised import GroupedBits, QuantisedTensors, find_quantised
 from sgl_batch.core.quantised_form import QuantisedForm, QuantisedFormError, quantised_form
 from sgl_batch.errors import ConfigError
 
 FILE = Path("model.safetensors")
-BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
+BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
 
 
 def stored(**tensors: tuple[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
@@ -106,8 +106,8 @@ def test_integers_of_4_bits_stay_so_small(group: int, kept: int) -> None:
     quantised = gptq_layer({"gate_proj": 512, "down_proj": 256}, group)
     begins = ("l.mlp.experts.0", "l.mlp.shared_expert")
     names = [f"{begin}.{one}.weight" for begin in begins for one in ("gate_proj", "down_proj")]
-    assert quantised.fours == dict.fromkeys(names, FourBits(kept, 4))
-    assert quantised.fours[names[0]].num_bytes(1024) == 512 + 1024 // kept * 4
+    assert quantised.grouped == dict.fromkeys(names, GroupedBits(4, kept, 4))
+    assert quantised.grouped[names[0]].num_bytes(1024) == 512 + 1024 // kept * 4
 
 
 def gptq_matrices(*names: str, outputs: int = 96, **others: tuple[str, tuple[int, ...]]) -> QuantisedTensors:
@@ -120,32 +120,100 @@ def gptq_matrices(*names: str, outputs: int = 96, **others: tuple[str, tuple[int
 def test_matrices_of_attention_stay_in_4_bits_and_those_that_choose_do_not() -> None:
     attention = [f"l__self_attn__{one}" for one in ("q_proj", "o_proj", "kv_b_proj")]
     quantised = gptq_matrices(*attention, "l__mlp__gate", "lm_head")
-    assert set(quantised.fours) == {"l.self_attn.q_proj.weight", "l.self_attn.o_proj.weight"}
+    assert set(quantised.grouped) == {"l.self_attn.q_proj.weight", "l.self_attn.o_proj.weight"}
 
 
 def test_what_is_one_product_has_one_form_of_4_bits() -> None:
     matrices = gptq_matrices("l__q_proj", "l__k_proj", "l__o_proj").matrices
     narrow = gptq_matrices("l__k_proj", outputs=80).matrices
     with_narrow = QuantisedTensors(form=quantised_form(GPTQ), matrices={**matrices, **narrow}, unused=frozenset())
-    assert set(with_narrow.fours) == {"l.o_proj.weight"}
+    assert set(with_narrow.grouped) == {"l.o_proj.weight"}
 
 
 def test_what_is_one_product_with_floats_stays_floats() -> None:
     names = ("l__q_proj", "l__o_proj")
-    assert set(gptq_matrices(*names).fours) == {"l.q_proj.weight", "l.o_proj.weight"}
-    assert set(gptq_matrices(*names, l__k_proj__weight=("BF16", (32, 512))).fours) == {"l.o_proj.weight"}
+    assert set(gptq_matrices(*names).grouped) == {"l.q_proj.weight", "l.o_proj.weight"}
+    assert set(gptq_matrices(*names, l__k_proj__weight=("BF16", (32, 512))).grouped) == {"l.o_proj.weight"}
 
 
 def test_a_layer_has_one_form_of_4_bits_and_none_where_a_matrix_has_none() -> None:
-    assert set(gptq_layer({"gate_proj": 512, "down_proj": 192}, 64).fours.values()) == {FourBits(64, 4)}
-    assert gptq_layer({"gate_proj": 512, "down_proj": 256}, 16).fours == {}
-    assert gptq_layer({"gate_proj": 512, "down_proj": 256}, 32, outputs=80).fours == {}
-    assert gptq_layer({"gate_proj": 512, "down_proj": 256}, 32, desc_act=True).fours == {}
+    assert set(gptq_layer({"gate_proj": 512, "down_proj": 192}, 64).grouped.values()) == {GroupedBits(4, 64, 4)}
+    assert gptq_layer({"gate_proj": 512, "down_proj": 256}, 16).grouped == {}
+    assert gptq_layer({"gate_proj": 512, "down_proj": 256}, 32, outputs=80).grouped == {}
+    assert gptq_layer({"gate_proj": 512, "down_proj": 256}, 32, desc_act=True).grouped == {}
     mxfp4 = {
         "l__mlp__experts__down_proj_blocks": ("U8", (8, 96, 4, 16)),
         "l__mlp__experts__down_proj_scales": ("U8", (8, 96, 4)),
     }
-    assert found(MXFP4, **mxfp4).fours == {"l.mlp.experts.down_proj": FourBits(32, 1)}
+    assert found(MXFP4, **mxfp4).grouped == {"l.mlp.experts.down_proj": GroupedBits(4, 32, 1)}
+
+
+Scaled = tuple[str, int, tuple[int, ...]]
+"""The number type of a matrix of 8 bits, its inputs, and the shape of its scales."""
+
+
+def scaled(
+    asked: dict[str, Any], outputs: int = 96, **others: Scaled | tuple[str, tuple[int, ...]]
+) -> QuantisedTensors:
+    """Return matrices of `outputs` outputs by the beginnings of their names, beside tensors by their whole names."""
+    tensors: dict[str, Any] = {}
+    for name, one in others.items():
+        if len(one) == 2:
+            tensors[name] = one
+            continue
+        dtype, inputs, scales = one
+        tensors |= {f"{name}__weight": (dtype, (outputs, inputs)), f"{name}__weight_scale": ("F32", scales)}
+    return found(asked, **tensors)
+
+
+@pytest.mark.parametrize(
+    ("block", "inputs", "scales", "group"),
+    [
+        (None, 512, (), 128),
+        (None, 512, (1, 1), 128),
+        (None, 512, (96,), 128),
+        (None, 512, (96, 1), 128),
+        (None, 96, (96, 1), 32),
+        (None, 80, (96, 1), None),
+        ([128, 128], 512, (1, 4), 128),
+        ([128, 128], 288, (1, 3), 32),
+        ([128, 128], 64, (1, 1), 32),
+        ([64, 256], 512, (2, 2), 128),
+        ([64, 64], 512, (2, 8), 32),
+        ([64, 64], 512, (96, 1), 128),
+        ([128, 48], 480, (1, 10), None),
+    ],
+)
+def test_fp8_stays_in_8_bits_with_groups_within_which_scales_are_one(
+    block: list[int] | None, inputs: int, scales: tuple[int, ...], group: int | None
+) -> None:
+    quantised = scaled({**FP8, "weight_block_size": block}, l__o_proj=("F8_E4M3", inputs, scales))
+    assert quantised.grouped == ({} if group is None else {"l.o_proj.weight": GroupedBits(8, group, 4)})
+    assert all(form.num_bytes(1024) == 1024 + 1024 // form.group * 4 for form in quantised.grouped.values())
+
+
+def test_other_numbers_of_8_bits_and_those_with_zero_points_stay_floats() -> None:
+    matrices: dict[str, Scaled] = {f"l__{name}__o_proj": (name, 512, (96, 1)) for name in ("F8_E4M3", "F8_E5M2", "I8")}
+    assert set(scaled(FP8, **matrices).grouped) == {"l.F8_E4M3.o_proj.weight"}
+    assert scaled(FP8, **matrices, l__F8_E4M3__o_proj__weight_zero_point=("I8", (96, 1))).grouped == {}
+    assert scaled(FP8, l__mlp__gate=("F8_E4M3", 512, (96, 1))).grouped == {}
+    assert scaled(FP8, 80, l__o_proj=("F8_E4M3", 512, (80, 1))).grouped == {}
+
+
+def test_fp8_that_is_kept_alike_has_the_smallest_group_and_no_other_form_beside_it() -> None:
+    rows = (96, 1)
+    gate: dict[str, Scaled] = {"l__mlp__gate_proj": ("F8_E4M3", 512, rows)}
+    down: dict[str, Scaled] = {"l__mlp__down_proj": ("F8_E4M3", 96, rows)}
+    assert set(scaled(INT4, **gate).grouped.values()) == {GroupedBits(8, 128, 4)}
+    assert set(scaled(INT4, **gate, **down).grouped.values()) == {GroupedBits(8, 32, 4)}
+    floats: dict[str, Any] = {"l__mlp__down_proj__weight": ("BF16", (96, 96))}
+    assert scaled(INT4, **gate, **floats).grouped == {}
+    integers: dict[str, Any] = {
+        "l__mlp__down_proj__weight_packed": ("I32", (96, 16)),
+        "l__mlp__down_proj__weight_scale": ("BF16", (96, 4)),
+    }
+    assert set(scaled(INT4, **integers).grouped.values()) == {GroupedBits(4, 32, 4)}
+    assert scaled(INT4, **gate, **integers).grouped == {}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +269,9 @@ def test_forms_that_are_not_taken_back_to_floats_are_refused(asked: dict[str, An
 
 
 def test_a_form_has_what_the_tensors_do_not_say() -> None:
-    assert quantised_form(FP8) == QuantisedForm(method="fp8", block=(128, 128))
+    assert quantised_form(FP8) == QuantisedForm(method="fp8", block=(128, 128), has_e4m3=True)
+    assert quantised_form({**FP8, "fmt": "float8_e4m3fn"}).has_e4m3
+    assert not quantised_form({**FP8, "fmt": "e5m2"}).has_e4m3
     assert quantised_form(GPTQ) == QuantisedForm(method="gptq", zero_lack=1, integers=((4, 32),))
     assert quantised_form({**GPTQ, "desc_act": True}).reordered
     assert quantised_form({**AWQ, "group_size": -1}).integers == ((4, None),)
@@ -209,4 +279,4 @@ def test_a_form_has_what_the_tensors_do_not_say() -> None:
     assert quantised_form(INT4).integers == ((4, 32),)
     assert quantised_form(compressed(num_bits=8, type="int", strategy="channel")).integers == ((8, None),)
     blocks = compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 128])
-    assert quantised_form(blocks).block == (64, 128)
+    assert quantised_form(blocks) == QuantisedForm(method="compressed-tensors", block=(64, 128), has_e4m3=True)

@@ -17,6 +17,7 @@
 #include "amx_tiles.h"
 #include "coded.h"
 #include "fp4.h"
+#include "fp8.h"
 #include "gemm.h"
 #include "guarded_memory.h"
 #include "int4.h"
@@ -54,10 +55,13 @@ constinit const Isa kAvx512Bf16{
     .decode = decode_plainly,
     .decode_fp4 = decode_fp4_plainly,
     .decode_int4 = decode_int4_plainly,
+    .decode_fp8 = decode_fp8_plainly,
     .scale_columns = nullptr,
     .choose = nullptr,
     .transpose_words = transpose_plainly,
 };
+
+constinit const Fp8Tables kFp8Avx512Vbmi{.run = nullptr, .run_widened = nullptr, .decode = decode_fp8_plainly};
 
 const Isa& isa() {
   static const Isa composed = [] {
@@ -411,14 +415,14 @@ void break_a_rule(const std::string& rule) {
 
 // Plain rows of a panel of k, whose numbers `draw` gives.
 template <typename Draw>
-std::vector<uint16_t> rows_of(int64_t k, const Draw& draw) {
+std::vector<uint16_t> rows_of(int64_t k, Draw draw) {
   std::vector<uint16_t> rows(static_cast<size_t>(k * kPanel));
   for (auto& number : rows) number = f32_to_bf16(draw());
   return rows;
 }
 
-// A panel of four bits as the drivers go through it: the bits of the panel of bf16.
-void check_fours(const std::vector<uint16_t>& rows, int64_t k, DType dtype, const std::vector<uint8_t>& panel, const std::string& name) {
+// A panel whose groups share scales as the drivers go through it: the bits of the panel of bf16.
+void check_grouped(const std::vector<uint16_t>& rows, int64_t k, DType dtype, const std::vector<uint8_t>& panel, const std::string& name) {
   Case given(k, 6, false);
   put_pairs(rows, k, reinterpret_cast<uint16_t*>(given.panel.data()));
   for (int64_t tiles = 1; tiles <= 4; ++tiles) {
@@ -439,21 +443,22 @@ void check_fp4_tiles_of_a_panel(int64_t k) {
   });
   auto panel = room_for(DType::kFp4, k);
   expect(pack_fp4_panel(rows.data(), k, panel.data()), "a panel of numbers of mxfp4 is packed");
-  check_fours(rows, k, DType::kFp4, panel, "fp4");
+  check_grouped(rows, k, DType::kFp4, panel, "fp4");
 }
 
-void check_int4_tiles_of_a_panel(int64_t k, DType dtype) {
-  const int64_t group = int4_group(dtype);
+using PackFn = bool (*)(const uint16_t* plain, int64_t k, int64_t group, void* to);
+
+// Integers of at most `most` times a scale for each group.
+void check_scaled_tiles_of_a_panel(int64_t k, DType dtype, int64_t group, int most, PackFn pack, const std::string& name) {
   std::mt19937 random(static_cast<unsigned>(k));
-  int64_t number = 0;
   float scale = 0.0f;
-  const auto rows = rows_of(k, [&] {
+  const auto rows = rows_of(k, [&, number = int64_t{0}]() mutable {
     if (number++ % group == 0) scale = std::ldexp(static_cast<float>(1024 + random() % 1024), -16);
-    return static_cast<float>(static_cast<int>(random() % 16) - 8) * scale;
+    return static_cast<float>(static_cast<int>(random() % (2 * most)) - most) * scale;
   });
   auto panel = room_for(dtype, k);
-  expect(pack_int4_panel(rows.data(), k, group, panel.data()), "a panel of integers of four bits is packed");
-  check_fours(rows, k, dtype, panel, "int4 by " + std::to_string(group));
+  expect(pack(rows.data(), k, group, panel.data()), name + ": a panel is packed");
+  check_grouped(rows, k, dtype, panel, name + " by " + std::to_string(group));
 }
 
 }  // namespace
@@ -477,7 +482,11 @@ int main(int argc, char** argv) {
   for (const int64_t k : {64, 512}) check_tiles_of_a_panel(k);
   for (const int64_t k : {32, 96, 512}) check_fp4_tiles_of_a_panel(k);
   for (const int64_t k : {128, 384, 512})
-    for (const DType dtype : {DType::kInt4By32, DType::kInt4By64, DType::kInt4By128}) check_int4_tiles_of_a_panel(k, dtype);
+    for (const DType dtype : {DType::kInt4By32, DType::kInt4By64, DType::kInt4By128, DType::kFp8By32, DType::kFp8By128})
+      if (int4_group(dtype) > 0)
+        check_scaled_tiles_of_a_panel(k, dtype, int4_group(dtype), 8, pack_int4_panel, "int4");
+      else
+        check_scaled_tiles_of_a_panel(k, dtype, fp8_group(dtype), 15, pack_fp8_panel, "fp8");
   for (const int64_t k : {34, 96, 130})
     for (const bool add : {false, true}) {
       const Case given(k, 6, add);

@@ -18,6 +18,7 @@ from kernel_checks import DTYPES, TOLERANCE, Check, relative_error
 from kernel_choices import choice_cases
 from kernel_coded import coded_cases
 from kernel_fp4 import fp4_cases
+from kernel_fp8 import fp8_cases
 from kernel_int4 import int4_cases
 from kernel_int8 import int8_cases, int8_long_row_cases
 from kernel_latent import latent_cases
@@ -93,6 +94,7 @@ def main() -> None:
         coded_cases(),
         fp4_cases(),
         int4_cases(),
+        fp8_cases(),
         long_row_cases(),
         int8_long_row_cases(),
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import sgl_batch_kernel as kernels
 import torch
 from kernel_checks import Check, refusals
-from kernel_four_bits import Form, FourBitWeight, expert_cases
+from kernel_grouped import Form, GroupedWeight, expert_cases
 
 # Hidden and intermediate.
 SIZES = ((256, 64), (96, 160), (32, 32), (2080, 32))
@@ -44,11 +44,11 @@ FP4 = Form(room, kernels.pack_fp4_, lambda packed, _: kernels.unpack_fp4(packed)
 
 
 def loses_nothing(weight: torch.Tensor) -> bool:
-    return FourBitWeight(FP4, weight).loses_nothing(signs_of_zeros=True)
+    return GroupedWeight(FP4, weight).loses_nothing(signs_of_zeros=True)
 
 
 def fits(weight: torch.Tensor) -> bool:
-    return FourBitWeight(FP4, weight).fits
+    return GroupedWeight(FP4, weight).fits
 
 
 def fp4_cases() -> Iterator[Check]:

@@ -8,7 +8,7 @@ from functools import partial
 import sgl_batch_kernel as kernels
 import torch
 from kernel_checks import Check, refusals
-from kernel_four_bits import Form, FourBitWeight, expert_cases
+from kernel_grouped import Form, GroupedWeight, expert_cases
 
 # Hidden and intermediate, by how many numbers have one scale.
 SIZES = {32: ((96, 160), (2080, 32)), 64: ((256, 64), (64, 192)), 128: ((384, 128), (128, 256))}
@@ -62,11 +62,11 @@ def numbers_of_all_scales(group: int) -> Iterator[Check]:
     scales = (torch.arange(1024, 2048) * 2.0**-16).view(1, 1024, 1)
     for least in (-8, -15, 0, -3):
         integers = (torch.arange(group) % 16 + least).expand(1, 1024, group)
-        weight = FourBitWeight(form_of(group), of_integers(integers, scales))
+        weight = GroupedWeight(form_of(group), of_integers(integers, scales))
         yield f"int4 by {group}: all scales, integers from {least}", weight.loses_nothing(signs_of_zeros=False)
     for scale in (LEAST_SCALE, MOST_SCALE):
         integers = (torch.arange(group) % 16 - 8).expand(1, 32, group)
-        weight = FourBitWeight(form_of(group), of_integers(integers, torch.full((1, 32, 1), scale)))
+        weight = GroupedWeight(form_of(group), of_integers(integers, torch.full((1, 32, 1), scale)))
         yield f"int4 by {group}: scale {scale}", weight.loses_nothing(signs_of_zeros=False)
 
 
@@ -76,13 +76,13 @@ def numbers_that_are_none(group: int) -> Iterator[Check]:
         weight[1, 63, -1] = changed
         yield (
             f"int4 by {group}: {changed} beside integers from {least} is none",
-            not FourBitWeight(form_of(group), weight).fits,
+            not GroupedWeight(form_of(group), weight).fits,
         )
     two = torch.cat((torch.full((1, 32, group // 2), 0.75), torch.full((1, 32, group // 2), 0.8125)), dim=-1)
     odd = torch.arange(group) % 16 - 8
-    yield f"int4 by {group}: two scales are none", not FourBitWeight(form_of(group), (two * odd).bfloat16()).fits
+    yield f"int4 by {group}: two scales are none", not GroupedWeight(form_of(group), (two * odd).bfloat16()).fits
     random = torch.randn(1, 32, group).bfloat16()
-    yield f"int4 by {group}: numbers at random are none", not FourBitWeight(form_of(group), random).fits
+    yield f"int4 by {group}: numbers at random are none", not GroupedWeight(form_of(group), random).fits
 
 
 def refused_cases() -> Iterator[Check]:

@@ -7,6 +7,7 @@
 
 #include "coded.h"
 #include "fp4.h"
+#include "fp8.h"
 #include "int4.h"
 
 namespace sgl_batch {
@@ -54,6 +55,19 @@ inline void decode_int4_plainly(const uint32_t* scales, const void* words, int64
     std::vector<uint16_t> rows(kPanel * kInt4BlockK);
     unpack_int4_panel(panel.data(), kInt4BlockK, kInt4BlockK, rows.data());
     to = put_pairs(rows, kInt4BlockK, to);
+  }
+}
+
+// Likewise of fp8.
+inline void decode_fp8_plainly(const float* scales, const void* codes, int64_t k, int64_t group, uint16_t* to) {
+  constexpr size_t kCodeBytes = kPanel * kFp8BlockK;
+  for (int64_t first = 0; first < k; first += kFp8BlockK) {
+    std::vector<char> panel(4 * kPanel + kCodeBytes);
+    std::memcpy(panel.data(), scales + first / group * kPanel, 4 * kPanel);
+    std::memcpy(panel.data() + 4 * kPanel, static_cast<const char*>(codes) + first * kPanel, kCodeBytes);
+    std::vector<uint16_t> rows(kPanel * kFp8BlockK);
+    unpack_fp8_panel(panel.data(), kFp8BlockK, kFp8BlockK, rows.data());
+    to = put_pairs(rows, kFp8BlockK, to);
   }
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sgl_batch.checkpoint.files import StoredTensor
-from sgl_batch.checkpoint.quantised import FourBits
+from sgl_batch.checkpoint.quantised import GroupedBits
 from sgl_batch.checkpoint.tensors import ModelTensor
 from sgl_batch.config import from_mapping
 from sgl_batch.core.supported_models import CPU
@@ -81,9 +81,14 @@ def test_a_device_holds_slots_for_two_layers_and_all_biases(
     assert fit(model, from_mapping(flags), target).uses["weights"] == OTHERS + expected
 
 
-@pytest.mark.parametrize(("ranks", "linear"), [(1, 64 * 64 // 2 + 2 * 64 * 4), (2, 64 * 64 * 2)])
-def test_a_linear_layer_has_4_bits_where_ranks_do_not_share_it(model: Model, ranks: int, linear: int) -> None:
-    small = ModelTensor("model.layers.0.o_proj.weight", tensor("", 64, 64).stored, FourBits(32, 4))
+@pytest.mark.parametrize(
+    ("ranks", "bits", "linear"),
+    [(1, 4, 64 * 64 // 2 + 2 * 64 * 4), (1, 8, 64 * 64 + 2 * 64 * 4), (2, 4, 64 * 64 * 2), (2, 8, 64 * 64 * 2)],
+)
+def test_a_linear_layer_has_4_or_8_bits_where_ranks_do_not_share_it(
+    model: Model, ranks: int, bits: int, linear: int
+) -> None:
+    small = ModelTensor("model.layers.0.o_proj.weight", tensor("", 64, 64).stored, GroupedBits(bits, 32, 4))
     target = Target(device=CPU, budget=8 << 30, page_size=64, length=128, ranks=ranks)
     config = from_mapping({})
     more = replace(model, tensors=[*model.tensors, small])

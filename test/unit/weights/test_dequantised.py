@@ -16,10 +16,10 @@ from torch import Tensor
 
 from sgl_batch.checkpoint.files import read_header
 from sgl_batch.checkpoint.model_directory import form_of_weights
-from sgl_batch.checkpoint.quantised import QuantisedMatrix, find_quantised
+from sgl_batch.checkpoint.quantised import FP8_BITS, INTEGER_BITS, GroupedBits, QuantisedMatrix, find_quantised
 from sgl_batch.core.quantised_form import quantised_form
 from sgl_batch.errors import ConfigError
-from sgl_batch.layers.small_weights import FOUR_BIT_FORMS
+from sgl_batch.layers.small_weights import GROUPED_FORMS
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.weights.dequantised import Dequantised, draw_numbers
 
@@ -184,16 +184,59 @@ def test_all_16_numbers_of_mxfp4_and_its_smallest_and_largest_scales() -> None:
 def test_dummy_weights_take_the_form_of_4_bits_that_the_models_own_have(group: int, expected: int) -> None:
     weight = torch.randn(2, 64, 512).bfloat16()
     draw_numbers(quantised_form({"quant_method": "awq", "bits": 4, "group_size": group}), weight)
-    forms = [form for form in FOUR_BIT_FORMS if form.pack(sgl_batch_kernel, weight, form.room(weight.shape))]
-    assert forms[0].bits.group == expected
+    assert forms_of(weight)[0] == INTEGER_BITS[[128, 64, 32].index(expected)]
 
 
-@pytest.mark.parametrize("asked", [{"bits": 8}, {"desc_act": True}])
+def of_floats(strategy: str, **more: Any) -> dict[str, Any]:
+    """Return the config of a checkpoint of floats of 8 bits, as compressed-tensors has it."""
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, **more}
+    layout = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    return {**layout, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "inputs", "expected"),
+    [
+        ({"quant_method": "fp8"}, 512, 128),
+        ({"quant_method": "fp8"}, 96, 32),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 512, 128),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 288, 32),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, 512, 32),
+        (of_floats("channel"), 512, 128),
+        (of_floats("block", block_structure=[128, 128]), 512, 128),
+    ],
+)
+def test_dummy_weights_take_the_form_of_fp8_that_the_models_own_have(
+    asked: dict[str, Any], inputs: int, expected: int
+) -> None:
+    weight = torch.randn(2, 64, inputs).bfloat16()
+    draw_numbers(quantised_form(asked), weight)
+    assert 0.003 < weight.abs().max() < 0.005, "no larger than those of other forms"
+    assert forms_of(weight)[0] == FP8_BITS[[128, 32].index(expected)]
+
+
+def forms_of(weight: Tensor) -> list[GroupedBits]:
+    """Return the forms that have a weight's numbers, in the order in which they are tried."""
+    fit = [form for form in GROUPED_FORMS if weight.shape[-1] % form.bits.group == 0]
+    return [form.bits for form in fit if form.pack(sgl_batch_kernel, weight, form.room(weight.shape))]
+
+
+@pytest.mark.parametrize("asked", [{"bits": 8}, {"desc_act": True}, {"quant_method": "fp8", "fmt": "e5m2"}])
 def test_dummy_weights_that_stay_floats_are_left_alone(asked: dict[str, Any]) -> None:
     weight = torch.randn(2, 64, 512).bfloat16()
     before = weight.clone()
     draw_numbers(quantised_form({"quant_method": "gptq", "bits": 4, "group_size": 32, **asked}), weight)
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("block", [None, [128, 128]])
+def test_dummy_weights_of_fp8_are_all_its_finite_numbers_times_scales(block: list[int] | None) -> None:
+    weight = torch.randn(1, 64, 512).bfloat16()
+    draw_numbers(quantised_form({"quant_method": "fp8", "weight_block_size": block}), weight)
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = set(codes[codes.isfinite()].tolist())
+    for first, scale in ((0, 2.0**-17), (128, 1.25 * 2.0**-17)):
+        assert set((weight[..., first : first + 128].float() / scale).flatten().tolist()) == numbers
 
 
 def test_a_tensor_that_is_kept_stays_as_it_is(floats: Path, tmp_path: Path) -> None:

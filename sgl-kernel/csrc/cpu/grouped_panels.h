@@ -1,4 +1,4 @@
-// Owns how operators go through matrices of bf16 beside the same ones of four bits, panel by panel on all threads. The tensors are
+// Owns how operators go through matrices of bf16 beside the same ones of numbers that share scales, panel by panel on all threads. The tensors are
 // checked before.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace sgl_batch {
 
 // `plain` [B, N, K], N in whole panels. Calls each(plain panel, packed panel).
 template <typename Each>
-void each_four_bit_panel(const at::Tensor& plain, const at::Tensor& packed, DType dtype, const Each& each) {
+void each_grouped_panel(const at::Tensor& plain, const at::Tensor& packed, DType dtype, const Each& each) {
   const int64_t k = plain.size(2);
   auto* numbers = static_cast<uint16_t*>(plain.data_ptr());
   auto* bytes = static_cast<uint8_t*>(packed.data_ptr());
@@ -25,9 +25,9 @@ void each_four_bit_panel(const at::Tensor& plain, const at::Tensor& packed, DTyp
 
 // pack(plain panel, packed panel) returns whether the numbers have the form. Returns whether those of all panels have it.
 template <typename Pack>
-bool pack_four_bits(const at::Tensor& plain, const at::Tensor& packed, DType dtype, const Pack& pack) {
+bool pack_groups(const at::Tensor& plain, const at::Tensor& packed, DType dtype, const Pack& pack) {
   std::atomic<bool> fits = true;
-  each_four_bit_panel(plain, packed, dtype, [&](const uint16_t* numbers, uint8_t* panel) {
+  each_grouped_panel(plain, packed, dtype, [&](const uint16_t* numbers, uint8_t* panel) {
     if (fits.load(std::memory_order_relaxed) && !pack(numbers, panel)) fits.store(false, std::memory_order_relaxed);
   });
   return fits;

@@ -1,4 +1,4 @@
-"""Owns what cases of weights in 4 bits share: products have bfloat16's bits, whatever the form."""
+"""Owns what cases of weights whose groups share scales have in common: products have bfloat16's bits in every form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ TOKENS = (1, 2, 7, 24, 25, 50, 72, 160, 640)
 
 @dataclass(frozen=True)
 class Form:
-    """A form of 4 bits. `room`: a tensor for matrices of a shape; `unpack` takes the inputs of a row, too."""
+    """A form of groups that share scales.
+
+    `room`: a tensor for matrices of a shape; `unpack` takes the inputs of a row, too.
+    """
 
     room: Callable[[tuple[int, ...]], torch.Tensor]
     pack: Callable[[torch.Tensor, torch.Tensor], bool]
@@ -30,13 +33,14 @@ def matrices(weight: torch.Tensor, halves: int) -> torch.Tensor:
     return weight.view(batch * halves, n // halves, k)
 
 
-class FourBitWeight:
-    """Packed matrices of bfloat16, and the same ones of four bits."""
+class GroupedWeight:
+    """Packed matrices of bfloat16, and the same ones in a form."""
 
     def __init__(self, form: Form, weight: torch.Tensor, *, halves: int = 1) -> None:
         self.plain, self.packed = weight, weight.clone()
         kernels.pack_(matrices(self.packed, halves))
-        self.small = form.room(tuple(weight.shape)).fill_(-1 if form.room((1, 32, 128)).dtype.is_signed else 255)
+        self.small = form.room(tuple(weight.shape))
+        self.small.view(torch.uint8).fill_(255)
         self.fits = form.pack(matrices(weight, halves), matrices(self.small, halves))
         self._form, self._halves = form, halves
 
@@ -51,8 +55,8 @@ def expert_cases(
 ) -> Iterator[Check]:
     """Check experts of `sizes`, hidden and intermediate, whose weights are drawn in a form."""
     hidden, inter = sizes
-    w13 = FourBitWeight(form, draw(EXPERTS, 2 * inter, hidden), halves=2)
-    w2 = FourBitWeight(form, draw(EXPERTS, hidden, inter))
+    w13 = GroupedWeight(form, draw(EXPERTS, 2 * inter, hidden), halves=2)
+    w2 = GroupedWeight(form, draw(EXPERTS, hidden, inter))
     yield name + ": nothing is lost", all(one.loses_nothing(signs_of_zeros=signs_of_zeros) for one in (w13, w2))
     biases = {"w13_bias": torch.randn(EXPERTS, 2 * inter), "w2_bias": torch.randn(EXPERTS, hidden)}
     clamped = {**biases, "alpha": 1.7, "limit": 7.0}
@@ -70,7 +74,7 @@ def expert_cases(
             yield f"{name} {count} rows of {dtype}, linear", _linear_alike(between, w2)
 
 
-def _gated_alike(rows: torch.Tensor, w13: FourBitWeight) -> bool:
+def _gated_alike(rows: torch.Tensor, w13: GroupedWeight) -> bool:
     """Return whether the first expert's gate and up have the same bits in both forms: whole, and some channels."""
     inter = w13.plain.shape[1] // 2
     return all(
@@ -79,7 +83,7 @@ def _gated_alike(rows: torch.Tensor, w13: FourBitWeight) -> bool:
     )
 
 
-def _linear_alike(rows: torch.Tensor, weight: FourBitWeight) -> bool:
+def _linear_alike(rows: torch.Tensor, weight: GroupedWeight) -> bool:
     """Return whether products with the first matrix have the same bits: with a bias, and with its last panel alone."""
     bias = torch.randn(weight.plain.shape[1])
     whole = [kernels.linear(rows, one[0], bias) for one in (weight.small, weight.packed)]

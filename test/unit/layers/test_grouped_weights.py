@@ -1,4 +1,4 @@
-"""Weights whose numbers have a form of 4 bits take no more, and compute what those of bfloat16 compute."""
+"""Weights whose numbers have a form of 4 or 8 bits take no more, and compute what those of bfloat16 compute."""
 
 from __future__ import annotations
 
@@ -42,17 +42,28 @@ def integers(group: int) -> Callable[..., torch.Tensor]:
     return drawn
 
 
-FORMS = [mxfp4, integers(32), integers(64), integers(128)]
-BITS = [4.25, 5.0, 4.5, 4.25]
-NAMES = ["mxfp4", "groups of 32", "groups of 64", "groups of 128"]
+def fp8(group: int) -> Callable[..., torch.Tensor]:
+    def drawn(*shape: int) -> torch.Tensor:
+        own = generator(*shape)
+        codes = torch.randint(0, 127, shape, generator=own) + 128 * torch.randint(0, 2, shape, generator=own)
+        numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float().unflatten(-1, (-1, group))
+        scales = torch.rand(*shape[:-1], shape[-1] // group, 1, generator=own) / 10000 + 1e-5
+        return (numbers * scales).flatten(-2).bfloat16()
+
+    return drawn
+
+
+FORMS = [mxfp4, integers(32), integers(64), integers(128), fp8(32), fp8(128)]
+BITS = [4.25, 5.0, 4.5, 4.25, 9.0, 8.25]
+NAMES = ["mxfp4", *(f"integers by {group}" for group in (32, 64, 128)), *(f"fp8 by {group}" for group in (32, 128))]
 
 
 def rows(count: int, inputs: int = INPUTS) -> torch.Tensor:
     return torch.randn(count, inputs, generator=generator(count, inputs)).bfloat16()
 
 
-def in_four_bits() -> PackedWeights:
-    return PackedWeights(native_kernels(), coded=True, four_bits=True)
+def in_groups() -> PackedWeights:
+    return PackedWeights(native_kernels(), coded=True, grouped=True)
 
 
 def in_sixteen() -> PackedWeights:
@@ -61,13 +72,13 @@ def in_sixteen() -> PackedWeights:
 
 @pytest.mark.parametrize(("draw", "num_bits"), list(zip(FORMS, BITS, strict=True)), ids=NAMES)
 @pytest.mark.parametrize("count", [1, 5, 40])
-def test_a_product_has_the_bits_of_bfloat16_in_4_bits_a_number(draw, num_bits, count):
+def test_a_product_has_the_bits_of_bfloat16_in_4_or_8_bits_a_number(draw, num_bits, count):
     small, large, bias = draw(OUTPUTS, INPUTS), draw(OUTPUTS, INPUTS), draw(1, OUTPUTS)[0]
-    four, sixteen = in_four_bits(), in_sixteen()
-    four.add_linear(small)
+    grouped, sixteen = in_groups(), in_sixteen()
+    grouped.add_linear(small)
     sixteen.add_linear(large)
     assert small.nbytes * 8 == num_bits * OUTPUTS * INPUTS
-    assert torch.equal(four.linear(rows(count), small, bias), sixteen.linear(rows(count), large, bias))
+    assert torch.equal(grouped.linear(rows(count), small, bias), sixteen.linear(rows(count), large, bias))
 
 
 def mlp(weights: PackedWeights, draw: Callable[..., torch.Tensor], count: int) -> tuple[torch.Tensor, torch.dtype]:
@@ -80,42 +91,50 @@ def mlp(weights: PackedWeights, draw: Callable[..., torch.Tensor], count: int) -
 @pytest.mark.parametrize("draw", FORMS, ids=NAMES)
 @pytest.mark.parametrize("count", [1, 40])
 def test_an_mlp_has_the_bits_of_bfloat16(draw, count):
-    (small, kept), (large, _) = mlp(in_four_bits(), draw, count), mlp(in_sixteen(), draw, count)
-    assert kept in (torch.uint8, torch.int32)
+    (small, kept), (large, _) = mlp(in_groups(), draw, count), mlp(in_sixteen(), draw, count)
+    assert kept in (torch.uint8, torch.int32, torch.float8_e4m3fn)
     assert torch.equal(small, large)
 
 
-def test_an_mlp_has_one_form_and_16_bits_where_a_half_has_none():
-    gate_up, down = integers(64)(512, 128), torch.randn(128, 256).bfloat16()
-    four = in_four_bits()
-    four.add_experts(gate_up, down)
+@pytest.mark.parametrize("draw", [integers(64), fp8(128)], ids=["integers", "fp8"])
+def test_an_mlp_has_one_form_and_16_bits_where_a_half_has_none(draw):
+    gate_up, down = draw(512, 128), torch.randn(128, 256).bfloat16()
+    grouped = in_groups()
+    grouped.add_experts(gate_up, down)
     assert gate_up.dtype == down.dtype == torch.bfloat16
-    assert not four.has_codes, "codes are for many experts"
+    assert not grouped.has_codes, "codes are for many experts"
+
+
+def test_an_mlp_of_fp8_has_the_groups_that_both_halves_have():
+    grouped, gate_up, down = in_groups(), fp8(128)(512, 128), fp8(32)(128, 256)
+    grouped.add_experts(gate_up, down)
+    assert gate_up.nbytes * 8 == 9 * 512 * 128
+    assert down.nbytes * 8 == 9 * 128 * 256
 
 
 def test_what_must_stay_exact_and_other_number_types_stay_as_they_are():
-    four, exact, wide = in_four_bits(), mxfp4(OUTPUTS, INPUTS), mxfp4(OUTPUTS, INPUTS).float()
+    grouped, exact, wide = in_groups(), mxfp4(OUTPUTS, INPUTS), mxfp4(OUTPUTS, INPUTS).float()
     narrow = mxfp4(OUTPUTS - 8, INPUTS)
-    four.add_linear(exact, exact=True)
-    four.add_linear(wide)
-    four.add_linear(narrow)
+    grouped.add_linear(exact, exact=True)
+    grouped.add_linear(wide)
+    grouped.add_linear(narrow)
     assert [one.dtype for one in (exact, wide, narrow)] == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("draw", FORMS, ids=NAMES)
 def test_a_weight_is_plain_while_it_is_written_and_finds_its_form_anew(draw):
-    four, weight, plain = in_four_bits(), draw(OUTPUTS, INPUTS), draw(OUTPUTS, INPUTS)
-    four.add_linear(weight)
+    grouped, weight, plain = in_groups(), draw(OUTPUTS, INPUTS), draw(OUTPUTS, INPUTS)
+    grouped.add_linear(weight)
     size = weight.nbytes
-    with four.plain():
+    with grouped.plain():
         assert torch.equal(weight, plain)
         weight.mul_(2)
     assert weight.nbytes == size
-    with four.plain():
+    with grouped.plain():
         assert torch.equal(weight, 2 * plain)
         weight.copy_(torch.randn(OUTPUTS, INPUTS, generator=generator(1)))
     assert weight.dtype == torch.bfloat16
-    with four.plain():
+    with grouped.plain():
         assert torch.equal(weight, torch.randn(OUTPUTS, INPUTS, generator=generator(1)).bfloat16())
         weight.copy_(plain)
     assert weight.nbytes == size
@@ -131,28 +150,28 @@ def test_what_ranks_share_by_columns_has_the_bits_of_one_rank(draw, num_ranks):
         return [weights.linear(rows(5), weight), mlp(weights, draw, 5)[0]]
 
     expected, ends = products(in_sixteen(), None), splits(num_ranks)
-    for found in on_each(ends, lambda _, split: products(in_four_bits(), split)):
+    for found in on_each(ends, lambda _, split: products(in_groups(), split)):
         assert all(map(torch.equal, found, expected))
     assert all(end.counters.counts["column_gathers"] == 3 for end in ends)
 
 
 def test_weights_in_memory_that_ranks_share_stay_in_16_bits():
     def shared(group: ProcessGroup) -> tuple[torch.Tensor, PackedWeights]:
-        four, arena = in_four_bits(), shared_arena(group, 1 << 20)
+        grouped, arena = in_groups(), shared_arena(group, 1 << 20)
         assert arena is not None
-        four.share(arena)
+        grouped.share(arena)
         weight = arena.empty((OUTPUTS, INPUTS), torch.bfloat16)
         if group.rank() == 0:
             weight.copy_(mxfp4(OUTPUTS, INPUTS))
         arena.barrier()
-        four.add_linear(weight)
+        grouped.add_linear(weight)
         arena.seal()
-        return weight, four
+        return weight, grouped
 
     with ThreadPoolExecutor(2) as pool:
         ranks = list(pool.map(shared, gloo_groups(2)))
-    alone, weight = in_four_bits(), mxfp4(OUTPUTS, INPUTS)
+    alone, weight = in_groups(), mxfp4(OUTPUTS, INPUTS)
     alone.add_linear(weight)
-    for own, four in ranks:
+    for own, grouped in ranks:
         assert own.dtype == torch.bfloat16
-        assert torch.equal(four.linear(rows(7), own), alone.linear(rows(7), weight))
+        assert torch.equal(grouped.linear(rows(7), own), alone.linear(rows(7), weight))

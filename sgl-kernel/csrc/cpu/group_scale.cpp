@@ -1,0 +1,50 @@
+#include "group_scale.h"
+
+#include <algorithm>
+
+#include "clones.h"
+
+namespace sgl_batch {
+namespace {
+
+constexpr uint32_t kHalfStep = 0x8000;  // of bf16, in bits of f32
+constexpr uint32_t kInfinity = 0x7f800000;
+
+}  // namespace
+
+SGL_BATCH_CLONES uint16_t split_group(const uint16_t* from, ScaledGroup& group) {
+  uint32_t largest = 0;
+  for (int i = 0; i < group.count; ++i) {
+    const uint32_t magnitude = from[i] & 0x7fffu;
+    group.magnitudes[i] = magnitude << 16;
+    group.signs[i] = 0u - (from[i] >> 15);
+    largest = std::max(largest, magnitude);
+  }
+  return static_cast<uint16_t>(largest);
+}
+
+SGL_BATCH_CLONES ScaleBounds scale_bounds(const ScaledGroup& group) {
+  uint32_t least = 0, most = kInfinity;
+  for (int i = 0; i < group.count; ++i) {
+    const uint32_t magnitude = group.magnitudes[i];
+    const float times = group.times[i];
+    // Of no times the scale any will do, if the number is zero, and none otherwise.
+    const bool is_zero = times == 0.0f;
+    const auto below = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude - kHalfStep) / times);
+    const auto above = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude + kHalfStep) / times);
+    least = std::max(least, is_zero ? (magnitude == 0 ? 0 : kInfinity) : below);
+    most = std::min(most, is_zero ? kInfinity : above);
+  }
+  return {least, most};
+}
+
+SGL_BATCH_CLONES bool scale_gives_all(const ScaledGroup& group, float scale) {
+  uint32_t wrong = 0;
+  for (int i = 0; i < group.count; ++i) {
+    const auto exact = __builtin_bit_cast(uint32_t, group.times[i] * scale);
+    wrong |= ((exact + 0x7fffu + (exact >> 16 & 1u)) & 0xffff0000u) ^ group.magnitudes[i];
+  }
+  return wrong == 0;
+}
+
+}  // namespace sgl_batch
