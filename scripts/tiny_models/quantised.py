@@ -173,7 +173,10 @@ _FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": T
 
 # By name: the config's field, and what rounds a matrix.
 FORMS: Mapping[str, tuple[Mapping[str, Any], Callable[[Tensor], Stored]]] = {
-    "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}, fp8_blocks),
+    "fp8-blocks": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [_BLOCK, _BLOCK]},
+        fp8_blocks,
+    ),
     "fp8-whole": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_whole),
     "fp8-rows": (_compressed("float-quantized", _FLOATS), fp8_rows),
     "int8-rows": (_compressed("int-quantized", _integers(8, None, symmetric=True)), int8_rows),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -101,6 +102,8 @@ class Dequantised:
             mxfp4_floats(parts["_blocks"], parts["_scales"], out)
             return out.transpose(1, 2)
         out = self._scratch.tensor(matrix.shape, self._dtype)
+        if matrix.kind is Kind.SCALED and _widen_fp8(parts, self._form.block, out):
+            return out
         rows = max(1, _AT_A_TIME // matrix.shape[1])
         if matrix.kind is Kind.SCALED:
             of_rows = _scaled(parts, self._form.block)
@@ -146,22 +149,35 @@ def _in_turn(scales: tuple[float, float], group: int, out: Tensor) -> Tensor:
 
 
 class _Scratch:
-    """Memory for one tensor after the other, new where the one before is still in use: the kernel clears new memory."""
+    """Memory for one tensor after the other, the same again and again: the kernel clears new memory.
+
+    There are two pieces, since who goes through tensors has one until the next is made. A tensor that is kept keeps its
+    memory, and the next ones have new memory.
+    """
 
     def __init__(self) -> None:
-        self._whole = memoryview(b"")
-        self._user: Callable[[], memoryview | None] = lambda: None
+        self._pieces = [_Piece(), _Piece()]
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor that holds anything. Its memory is used again when it and all views of it are gone."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
-        if self._user() is not None or len(self._whole) < num_bytes:
-            self._whole = huge_buffer(num_bytes)
-        part = self._whole[:num_bytes]
-        self._user = weakref.ref(part)
+        free = [one for one in self._pieces if one.user() is None]
+        piece = max(free, key=lambda one: len(one.whole)) if free else self._pieces[0]
+        if not free or len(piece.whole) < num_bytes:
+            piece.whole = huge_buffer(num_bytes)
+        part = piece.whole[:num_bytes]
+        piece.user = weakref.ref(part)
         return torch.frombuffer(part, dtype=torch.uint8).view(dtype).view(shape)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Memory, and what returns its user while there is one."""
+
+    whole: memoryview = memoryview(b"")
+    user: Callable[[], memoryview | None] = lambda: None
 
 
 Rows = Callable[[int, int], Tensor]
@@ -190,6 +206,23 @@ def _widen_plainly(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
         words = torch.index_select(as_words, 0, own_blocks.flatten().int())
         own = words.view(out.dtype).view(*own_scales.shape, -1) * powers[own_scales.int()].unsqueeze(-1)
         out[expert] = own.flatten(1)
+
+
+def _widen_fp8(parts: Parts, block: tuple[int, int] | None, out: Tensor) -> bool:
+    """Write a matrix of e4m3 to `out` [outputs, inputs] by the native kernels; return False if they do not take it."""
+    kernels, weight = native_kernels(), parts[".weight"]
+    if kernels is None or out.dtype != torch.bfloat16 or weight.dtype != torch.float8_e4m3fn or len(parts) != 2:
+        return False
+    rows, columns = weight.shape
+    scale = next(part for end, part in parts.items() if "scale" in end).float()
+    own = (1, columns)
+    if scale.numel() == 1:
+        own = (rows, columns)
+    elif scale.shape[0] != rows or (scale.dim() == 2 and scale.shape[1] > 1):
+        assert block is not None, "scales of blocks are found only where the form has blocks"
+        own = block
+    kernels.widen_fp8_(weight.contiguous(), scale.reshape(-1, -(-columns // own[1])).contiguous(), *own, out)
+    return True
 
 
 def _scaled(parts: Parts, block: tuple[int, int] | None) -> Rows:

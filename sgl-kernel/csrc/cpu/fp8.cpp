@@ -39,12 +39,15 @@ SGL_BATCH_CLONES bool nearly_coded(ScaledGroup& group, int first, int last, floa
 }
 
 // Codes of the multiples.
-SGL_BATCH_CLONES void put_codes(const ScaledGroup& group, uint8_t* codes) {
-  for (int i = 0; i < group.count; ++i) {
-    const uint32_t bits = __builtin_bit_cast(uint32_t, group.times[i]) - (static_cast<uint32_t>(127 - kFp8Bias) << 23);
-    const auto steps = static_cast<uint32_t>(static_cast<int32_t>(group.times[i] * kStepsPerOne));
-    const uint32_t magnitude = group.times[i] < kLeastNormal ? steps : bits >> kDropped;
-    codes[i] = static_cast<uint8_t>(magnitude | (group.signs[i] & 0x80u));
+SGL_BATCH_CLONES void put_codes(const ScaledGroup& group, uint8_t* __restrict codes) {
+  constexpr auto kLeastBits = __builtin_bit_cast(uint32_t, kLeastNormal), kToStepsBits = __builtin_bit_cast(uint32_t, kToSteps);
+  const int count = group.count;
+  for (int i = 0; i < count; ++i) {
+    const auto bits = __builtin_bit_cast(uint32_t, group.times[i]);
+    const uint32_t steps = __builtin_bit_cast(uint32_t, group.times[i] + kToSteps) - kToStepsBits;
+    const uint32_t normal = (bits - (static_cast<uint32_t>(127 - kFp8Bias) << 23)) >> kDropped;
+    const uint32_t is_small = bits < kLeastBits ? ~0u : 0u;  // of integers, so that a vector has both
+    codes[i] = static_cast<uint8_t>((steps & is_small) | (normal & ~is_small) | (group.signs[i] & 0x80u));
   }
 }
 
@@ -62,14 +65,9 @@ struct Outputs {
   int64_t count;
 };
 
-// The scale that gives all numbers, or 0. There may be one alone, and bounds are rounded.
-float scale_of(const Outputs& outputs) {
+// The scale near the middle of the bounds that gives all numbers, or 0. There may be one alone, and bounds are rounded.
+float scale_between(const Outputs& outputs, const ScaleBounds& bounds) {
   constexpr int64_t kMostSteps = 8;
-  ScaleBounds bounds = scale_bounds(*outputs.begin());
-  for (const ScaledGroup& group : outputs) {
-    const ScaleBounds own = scale_bounds(group);
-    bounds = {std::max(bounds.least, own.least), std::min(bounds.most, own.most)};
-  }
   const auto width = static_cast<int64_t>(bounds.most) - static_cast<int64_t>(bounds.least);
   if (width < -kMostSteps) return 0.0f;
   const int64_t middle = bounds.least + width / 2;
@@ -79,6 +77,20 @@ float scale_of(const Outputs& outputs) {
       if (outputs.all([scale](const ScaledGroup& group) { return scale_gives_all(group, scale); })) return scale;
     }
   return 0.0f;
+}
+
+// The scale that gives all numbers, or 0. A multiple's fraction alone decides between which scales it is rounded to its number, and
+// there are eight, which the first output has most often: then its scale does for all.
+float scale_of(const Outputs& outputs) {
+  ScaleBounds bounds = scale_bounds(*outputs.begin(), outputs.begin()->count);
+  const float first = scale_between({outputs.begin(), 1}, bounds);
+  if (first == 0.0f) return 0.0f;
+  if (outputs.all([first](const ScaledGroup& group) { return scale_gives_all(group, first); })) return first;
+  for (const ScaledGroup& group : outputs) {
+    const ScaleBounds own = scale_bounds(group, group.count);
+    bounds = {std::max(bounds.least, own.least), std::min(bounds.most, own.most)};
+  }
+  return scale_between(outputs, bounds);
 }
 
 // Finds the multiples of one scale for all outputs, of whose numbers `largest` is the largest magnitude. Returns the scale, or 0
@@ -123,6 +135,19 @@ float number_of(uint32_t code) {
   return (code & 0x80u) != 0 ? -steps / kStepsPerOne : steps / kStepsPerOne;
 }
 
+// Numbers of e4m3 with one scale.
+SGL_BATCH_CLONES void widen_codes(const uint8_t* __restrict codes, float scale, int64_t count, uint16_t* __restrict to) {
+  constexpr uint32_t kNoNumber = 0x7f;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t code = codes[i], magnitude = code & 0x7fu;
+    const float exact = __builtin_bit_cast(float, magnitude << kDropped) * kFp8ScaleUp * scale;
+    const auto bits = __builtin_bit_cast(uint32_t, exact);
+    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    const uint32_t is_none = 0u - (magnitude == kNoNumber), number = (rounded & ~is_none) | (0x7fc0u & is_none);
+    to[i] = static_cast<uint16_t>(number ^ (code & 0x80u) << 8);
+  }
+}
+
 // Where the code of a column and of a pair's k lies among the 64 of its pair.
 int64_t place_of(int64_t column, int64_t k) {
   constexpr int64_t kHalf = kPanel / 2, kRun = 8;
@@ -131,6 +156,11 @@ int64_t place_of(int64_t column, int64_t k) {
 }
 
 }  // namespace
+
+void widen_fp8_row(const uint8_t* codes, const float* scales, int64_t columns, int64_t k, uint16_t* to) {
+  for (int64_t first = 0; first < k; first += columns, ++scales)
+    widen_codes(codes + first, *scales, std::min(columns, k - first), to + first);
+}
 
 bool pack_fp8_panel(const uint16_t* plain, int64_t k, int64_t group, void* to) {
   auto* words = static_cast<float*>(to);

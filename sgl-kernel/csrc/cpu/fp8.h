@@ -26,6 +26,9 @@ constexpr int64_t fp8_group(DType dtype) { return dtype == DType::kFp8By128 ? 12
 
 inline int64_t fp8_scale_bytes(int64_t k, int64_t group) { return k / group * kPanel * 4; }
 
+// A row of k numbers of e4m3 as checkpoints have it, times a scale for each `columns` of them, to bf16.
+void widen_fp8_row(const uint8_t* codes, const float* scales, int64_t columns, int64_t k, uint16_t* to);
+
 // Packs a plain panel of bf16, kPanel rows of k; false where a number has no such form, and what `to` holds is undefined.
 bool pack_fp8_panel(const uint16_t* plain, int64_t k, int64_t group, void* to);
 

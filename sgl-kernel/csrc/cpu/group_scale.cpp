@@ -23,9 +23,9 @@ SGL_BATCH_CLONES uint16_t split_group(const uint16_t* from, ScaledGroup& group) 
   return static_cast<uint16_t>(largest);
 }
 
-SGL_BATCH_CLONES ScaleBounds scale_bounds(const ScaledGroup& group) {
+SGL_BATCH_CLONES ScaleBounds scale_bounds(const ScaledGroup& group, int count) {
   uint32_t least = 0, most = kInfinity;
-  for (int i = 0; i < group.count; ++i) {
+  for (int i = 0; i < count; ++i) {
     const uint32_t magnitude = group.magnitudes[i];
     const float times = group.times[i];
     // Of no times the scale any will do, if the number is zero, and none otherwise.

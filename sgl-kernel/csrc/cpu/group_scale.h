@@ -25,7 +25,8 @@ struct ScaleBounds {
 // Splits the numbers; returns the largest magnitude as bf16.
 uint16_t split_group(const uint16_t* from, ScaledGroup& group);
 
-ScaleBounds scale_bounds(const ScaledGroup& group);
+// Of the first `count` numbers.
+ScaleBounds scale_bounds(const ScaledGroup& group, int count);
 
 // Whether the multiples, rounded to f32 and then to bf16, are the numbers.
 bool scale_gives_all(const ScaledGroup& group, float scale);

@@ -70,7 +70,9 @@ bool codes_of(const uint16_t* from, ScaledGroup& group, uint32_t* codes, uint32_
     if (!nearly_whole(group, 0, some, factor) || !nearly_whole(group, some, group.count, factor)) continue;
     const uint32_t zero = zero_of(group);
     if (zero > kMostCode) continue;
-    const float scale = scale_between(group, scale_bounds(group));
+    // Some have most multiples, each of which is rounded to its number between certain scales: then theirs does for all.
+    float scale = scale_between(group, scale_bounds(group, some));
+    if (scale == 0.0f && some < group.count) scale = scale_between(group, scale_bounds(group, group.count));
     if (scale == 0.0f) continue;
     for (int i = 0; i < group.count; ++i) {
       const auto whole = static_cast<uint32_t>(group.times[i]);

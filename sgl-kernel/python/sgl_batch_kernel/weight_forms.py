@@ -99,6 +99,16 @@ def widen_mxfp4_(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) 
     _ops.widen_mxfp4_(blocks, scales, out)
 
 
+def widen_fp8_(
+    numbers: torch.Tensor, scales: torch.Tensor, block_rows: int, block_columns: int, out: torch.Tensor
+) -> None:
+    """Take numbers of e4m3 [N, K] times scales to `out`, bf16 [N, K]: computed in float32, rounded once.
+
+    `scales`: float32 [N / block_rows, K / block_columns], rounded up, one for each block.
+    """
+    _ops.widen_fp8_(numbers, scales, block_rows, block_columns, out)
+
+
 def copy_past_caches_(to: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` to a tensor of the same shape and number type, both contiguous, leaving the caches to others.
 

@@ -8,6 +8,7 @@ from functools import partial
 import sgl_batch_kernel as kernels
 import torch
 from kernel_checks import Check, refusals
+from kernel_coded import bits
 from kernel_grouped import Form, GroupedWeight, expert_cases
 
 # Hidden and intermediate, by how many numbers have one scale.
@@ -68,6 +69,7 @@ def fp8_cases() -> Iterator[Check]:
                 yield from expert_cases(name, form_of(group), sizes, partial(draw, group), signs_of_zeros=True)
         yield from numbers_of_all_scales(group)
         yield from numbers_that_are_none(group)
+    yield from widened_cases()
     yield from refused_cases()
 
 
@@ -113,10 +115,29 @@ def numbers_that_are_none(group: int) -> Iterator[Check]:
         yield f"fp8 by {group} has no numbers of {scale}", not GroupedWeight(form, weight).fits
 
 
+def widened_cases() -> Iterator[Check]:
+    """All codes, those that are no numbers among them, with a scale for each block, output or matrix."""
+    for rows, columns, block in ((256, 256, (128, 128)), (33, 300, (1, 300)), (130, 96, (130, 96)), (65, 40, (32, 16))):
+        codes = (
+            torch.arange(rows * columns).remainder(256).to(torch.uint8).view(torch.float8_e4m3fn).view(rows, columns)
+        )
+        scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) * 2.0 ** torch.randint(-20, 9, (1,)).item()
+        of_rows = scales.repeat_interleave(block[0], dim=0)[:rows]
+        expected = (codes.float() * of_rows.repeat_interleave(block[1], dim=1)[:, :columns]).bfloat16()
+        out = torch.empty(rows, columns, dtype=torch.bfloat16)
+        kernels.widen_fp8_(codes, scales, *block, out)
+        numbers = ~expected.isnan()
+        yield (
+            f"widen fp8 {rows}x{columns} by {block}",
+            torch.equal(out.isnan(), expected.isnan()) and torch.equal(bits(out[numbers]), bits(expected[numbers])),
+        )
+
+
 def refused_cases() -> Iterator[Check]:
     x, choice = torch.zeros(1, 64).bfloat16(), (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32))
     weight = torch.zeros(2, 64, 64, dtype=torch.bfloat16)
     packed = torch.zeros(2, 64, 72, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    wide = torch.zeros(64, 72, dtype=torch.bfloat16)
     by_128 = torch.zeros(2, 128, 132, dtype=torch.uint8).view(torch.float8_e4m3fn)
     refused: tuple[tuple[str, Callable[[], object]], ...] = (
         ("fp8 takes bfloat16 of multiples of 32 outputs", lambda: kernels.pack_fp8_(weight.float(), packed)),
@@ -135,6 +156,12 @@ def refused_cases() -> Iterator[Check]:
             "with marks of coded bfloat16",
             lambda: kernels.experts(x, packed.repeat(1, 2, 1), packed, *choice, w13_marks=torch.zeros(4, 2)),
         ),
+        ("out is BFloat16[2, 64]", lambda: kernels.widen_fp8_(packed[0], torch.ones(1, 1), 64, 72, weight[0, :2])),
+        (
+            "scales are Float[1, 1]; use float32 [2, 1]",
+            lambda: kernels.widen_fp8_(packed[0], torch.ones(1, 1), 32, 72, wide),
+        ),
+        ("blocks of 0 x 72", lambda: kernels.widen_fp8_(packed[0], torch.ones(1, 1), 0, 72, wide)),
         ("no fp8 of 64 inputs", lambda: kernels.linear(x, packed[0, :, :66].contiguous())),
         ("fp8 of 31 outputs; use a multiple of 32", lambda: kernels.linear(x, packed[0, :31])),
         ("fp8 of 48 outputs; use a multiple of 32", lambda: kernels.gated(x, packed.view(-1, 72)[:96], 0, 32)),

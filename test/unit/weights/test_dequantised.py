@@ -254,6 +254,21 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     return path
 
 
+def test_memory_is_used_again_while_who_goes_through_tensors_has_the_one_before(floats: Path, tmp_path: Path) -> None:
+    path = quantise(floats, tmp_path / "fp8", "fp8-blocks")
+    form, file = form_of_weights(str(path)), path / "model.safetensors"
+    assert form is not None
+    dequantised, stored = Dequantised(form, torch.bfloat16), load_file(file)
+    rounded = [name for name in stored if name + "_scale_inv" in stored]
+    addresses: list[set[int]] = []
+    for _ in range(3):
+        found = dequantised([str(file)], stored.items())
+        addresses.append({tensor.data_ptr() for name, tensor in found if name in rounded})
+    assert len(rounded) == 3
+    assert addresses[1] == addresses[2]
+    assert len(addresses[1]) == 2
+
+
 def test_a_scale_that_is_no_number_is_named(floats: Path, tmp_path: Path) -> None:
     path = quantise(floats, tmp_path / "bad", "fp8-blocks")
     name = "model.layers.0.mlp.experts.3.down_proj.weight"
