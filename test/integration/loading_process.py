@@ -1,7 +1,7 @@
 """A process that loads a model, its files read past the page cache or not, and computes a prompt.
 
 Arguments: a directory, a model, and `past` or `through`. It prints a JSON object: the bytes of the tensors that our
-reader gave, and a digest of the logits.
+reader gave, how many weights are packed when all are loaded and in the end, and a digest of the logits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from loaded_models import extend_batch, forward_parts, kv_indices_of, load
 
+from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.weights import direct_tensors
 
 TOKENS = 50
@@ -37,8 +38,22 @@ def note_reads(sizes: list[int]) -> None:
     direct_tensors.direct_tensors = read
 
 
+def note_packed(counts: list[int]) -> None:
+    """Add to `counts` how many weights are packed before and after a loaded model is adopted."""
+    own = CpuOperators.adopt
+
+    def adopt(operators: CpuOperators, model: torch.nn.Module) -> None:
+        counts.append(len(operators._weights))
+        own(operators, model)
+        counts.append(len(operators._weights))
+
+    CpuOperators.adopt = adopt  # type: ignore[method-assign]
+
+
 def main(directory: str, model: str, way: str) -> None:
     sizes: list[int] = []
+    packed: list[int] = []
+    note_packed(packed)
     if way == "past":
         note_reads(sizes)
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
@@ -52,7 +67,7 @@ def main(directory: str, model: str, way: str) -> None:
     with torch.no_grad():
         (answer,) = forward_parts(runner, [batch])
     bits = answer.next_token_logits.contiguous().view(torch.uint8).numpy().tobytes()
-    sys.stdout.write(json.dumps({"read": sum(sizes), "logits": hashlib.sha256(bits).hexdigest()}) + "\n")
+    sys.stdout.write(json.dumps({"read": sum(sizes), "packed": packed, "logits": hashlib.sha256(bits).hexdigest()}) + "\n")
 
 
 if __name__ == "__main__":

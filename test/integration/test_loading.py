@@ -47,3 +47,7 @@ def test_weights_read_past_the_page_cache_give_the_same_logits(
     assert past["read"] == stored_bytes(model)
     assert through["read"] == 0
     assert past["logits"] == through["logits"]
+    # What is left to the end are routers, the output projection, and what latent attention makes of its weights.
+    while_loading, in_the_end = past["packed"]
+    assert in_the_end / 2 < while_loading < in_the_end
+    assert through["packed"] == past["packed"]

@@ -23,11 +23,12 @@ from sgl_batch.sglang_adapter.layers import replace_forward, replace_forwards
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch
 from sgl_batch.sglang_adapter.types.models import DenseMlp, ExpertModules, Weighted
 
-# SGLang's classes; DenseMlp is the one that we build for Qwen's dense layers.
+# SGLang's classes.
 _ATTENTION = "DeepseekV2AttentionMLA"
 _MOES = ("DeepseekV2MoE", "Glm4MoeSparseMoeBlock", "Qwen2MoeSparseMoeBlock")
-_MLPS = ("DeepseekV2MLP", "Glm4MoeMLP", "Qwen2MoeMLP", "DenseMlp")
 _GATES = ("MoEGate", "Glm4MoeGate")
+BLOCK_MLPS = ("DeepseekV2MLP", "Glm4MoeMLP", "Qwen2MoeMLP", "DenseMlp")
+"""Also SGLang's, but for DenseMlp, which we build for Qwen's dense layers."""
 # Options of the config of a model with such blocks that are not computed here.
 _OPTIONS = ("index_topk", "swiglu_limit", "llama_4_scaling", "quantization_config")
 # Number types below this size come with scales, which are not computed here.
@@ -46,17 +47,17 @@ class CpuBlocks:
     def adopt(self, model: torch.nn.Module) -> None:
         """Pack the blocks' weights and replace the blocks' forwards.
 
-        Call it before the model's other linear layers are packed. Raises ConfigError for a model with an option that
-        is not computed here.
+        Call it before the model's other linear layers are packed; MLPs may be packed already. Raises ConfigError for a
+        model with an option that is not computed here.
         """
         forwards: dict[str, Callable[..., object]] = {
             _ATTENTION: self._attention,
             **dict.fromkeys(_MOES, self._moe),
-            **dict.fromkeys(_MLPS, self._mlp),
+            **dict.fromkeys(BLOCK_MLPS, self._mlp),
             **dict.fromkeys(_GATES, self._gate),
         }
         blocks = replace_forwards(model, forwards)
-        mlps = [mlp for name in _MLPS for mlp in blocks[name]]
+        mlps = [mlp for name in BLOCK_MLPS for mlp in blocks[name] if mlp.gate_up_proj.weight not in self._weights]
         if any(blocks.values()):
             _check(model.config, [mlp.gate_up_proj.weight for mlp in mlps])
         for attention in blocks[_ATTENTION]:

@@ -11,8 +11,8 @@ from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.sglang_adapter.layers import plain_mlps, replace_forwards
 from sgl_batch.sglang_adapter.types.models import DenseMlp
 
-# SGLang's classes; Qwen3's is Qwen2's.
-_NAMES = ("LlamaMLP", "Qwen2MLP")
+MLPS = ("LlamaMLP", "Qwen2MLP")
+"""SGLang's classes; Qwen3's is Qwen2's."""
 
 
 class CpuMlps:
@@ -22,10 +22,14 @@ class CpuMlps:
         self._weights = weights
 
     def adopt(self, model: torch.nn.Module) -> None:
-        """Pack the MLPs' weights and replace their forwards, before the model's other linear layers are packed."""
-        for mlp in plain_mlps(model, _NAMES):
-            self._weights.add_experts(mlp.gate_up_proj.weight, mlp.down_proj.weight)
-        replace_forwards(model, dict.fromkeys(_NAMES, self._mlp))
+        """Pack the MLPs' weights and replace their forwards, before the model's other linear layers are packed.
+
+        Weights may be packed already.
+        """
+        for mlp in plain_mlps(model, MLPS):
+            if mlp.gate_up_proj.weight not in self._weights:
+                self._weights.add_experts(mlp.gate_up_proj.weight, mlp.down_proj.weight)
+        replace_forwards(model, dict.fromkeys(MLPS, self._mlp))
 
     def _mlp(self, module: DenseMlp, hidden: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
         gate_up, down = module.gate_up_proj.weight, module.down_proj.weight

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from sgl_batch.checkpoint.quantised import is_kept_as_floats
 from sgl_batch.config import ForwardConfig, MemoryConfig
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.distributed.shared_arena import SharedArena
@@ -23,8 +24,8 @@ from sgl_batch.layers.moe.split_experts import SplitExperts
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
 from sgl_batch.metrics.counters import Counters
-from sgl_batch.model_executor.cpu_blocks import CpuBlocks
-from sgl_batch.model_executor.cpu_mlp import CpuMlps
+from sgl_batch.model_executor.cpu_blocks import BLOCK_MLPS, CpuBlocks
+from sgl_batch.model_executor.cpu_mlp import MLPS, CpuMlps
 from sgl_batch.model_executor.families import CommunicatingFamily, Family, family_of
 from sgl_batch.model_executor.recorded_passes import RecordedPasses
 from sgl_batch.sglang_adapter.layers import (
@@ -33,6 +34,8 @@ from sgl_batch.sglang_adapter.layers import (
     allow_plain_positions,
     expert_layers,
     named_expert_layers,
+    plain_linears,
+    plain_mlps,
     register_attention_backend,
     register_forward,
     replace_linear,
@@ -76,6 +79,8 @@ class CpuOperators:
         coded = self._must_code or (forward.cpu_weight_dtype == "auto" and pays)
         grouped = forward.cpu_weight_dtype == "auto" and not splits_experts
         self._weights = PackedWeights(self._kernels, int8=self._int8, int8_rows=int8_rows, coded=coded, grouped=grouped)
+        # Parameters, which live as long as the model.
+        self._early_linears: set[int] = set()
         self._streamer: WeightStreamer[ExpertSlots] | None = None
         self.fitted_streamer: WeightStreamer[ExpertSlots] | None = None
         """The streamer of experts that take the memory that forward passes leave; None if --weight-memory is given."""
@@ -192,8 +197,9 @@ class CpuOperators:
             CpuMlps(self._weights).adopt(model)
             cpu_row_operators.adopt(self._kernels, model)
         routers = _routers(model, family)
-        for module in replace_linear(model, self._weights.linear, unless=self._weights.__contains__):
-            self._weights.add_linear(module.weight, exact=module in routers)
+        for module in replace_linear(model, self._weights.linear, unless=self._computes_with):
+            if module.weight not in self._weights:
+                self._weights.add_linear(module.weight, exact=module in routers)
         head = replace_lm_head(model, self._weights.linear, self._weights.rows)
         if head is not None and head.weight not in self._weights:
             self._weights.add_linear(head.weight, exact=True)
@@ -204,6 +210,32 @@ class CpuOperators:
                 "cpu_weight_dtype is 'lossless12', which is for experts of bfloat16, and the model has none: leave it "
                 "out, or give --dtype bfloat16 where its experts are of float32"
             )
+
+    def _computes_with(self, weight: torch.Tensor) -> bool:
+        """Return whether something else than the linear layer that has it computes with a packed weight."""
+        return weight in self._weights and id(weight) not in self._early_linears
+
+    def adopt_early(self, model: torch.nn.Module, loaded: Collection[str]) -> None:
+        """Pack weights of a model while others are loaded, so that few lie there as they were; `adopt` does the rest.
+
+        `loaded`: names of parameters. Of experts and MLPs all must be among them. Routers, the output projection, and
+        what latent attention multiplies by head, are left to `adopt`.
+        """
+        self.adopt_experts(model, loaded)
+        if self._kernels is None:
+            return
+        names = frozenset(loaded)
+        mlps = MLPS + (BLOCK_MLPS if isinstance(family_of(model), CommunicatingFamily) else ())
+        own = {id(one): name for name, one in model.named_parameters() if name in names and not is_kept_as_floats(name)}
+        for mlp in plain_mlps(model, mlps):
+            gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
+            in_mlp = own.pop(id(gate_up), None), own.pop(id(down), None)
+            if None not in in_mlp and gate_up not in self._weights:
+                self._weights.add_experts(gate_up, down)
+        for linear in plain_linears(model).values():
+            weight = linear.weight
+            if id(weight) in own and weight not in self._weights and self._weights.add_linear(weight):
+                self._early_linears.add(id(weight))
 
     def adopt_experts(self, model: torch.nn.Module, loaded: Collection[str] | None = None) -> None:
         """Pack the experts of a model that are not packed yet.

@@ -29,8 +29,8 @@ def weight_watch(
 ) -> WeightWatch:
     """Return the watch of this rank, for a model with Hugging Face's `config`.
 
-    On a CPU, several ranks share weights, and `operators` learn in which memory. Those of one rank adopt its experts,
-    if these are `resident`, while others are loaded.
+    On a CPU, several ranks share weights, and `operators` learn in which memory. Those of one rank adopt weights
+    while others are loaded, if experts are `resident`.
     """
     watch = LoadedWeights(
         number(lambda name: getattr(config, name, None), "num_hidden_layers"),
@@ -40,7 +40,7 @@ def weight_watch(
         if rank_context is not None and rank_context.topology.num_expert_shards > 1
         else _never,
         by_layer=_is_known if rank_context is None else lambda _: False,
-        adopt=operators.adopt_experts if operators is not None and resident else None,
+        adopt=operators.adopt_early if operators is not None and resident else None,
         copy=None if operators is None else operators.copy,
     )
     if rank_context is None or operators is None:

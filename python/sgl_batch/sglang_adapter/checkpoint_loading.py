@@ -93,7 +93,8 @@ def loading_weights(
             load_weights = model.load_weights
             model.load_weights = lambda weights: watch.load(model, weights, load_weights)
             try:
-                super().load_weights_and_postprocess(model, weights, target_device)
+                with _copying_while_reading(target_device.type):
+                    super().load_weights_and_postprocess(model, weights, target_device)
             finally:
                 del model.load_weights
 
@@ -156,6 +157,24 @@ def _read_by(reading: WeightReading | None, leave: Callable[[str], bool] | None)
         yield
     finally:
         setattr(sglang_loader, name, own)
+
+
+@contextmanager
+def _copying_while_reading(device: str) -> Iterator[None]:
+    """Inside, models on a CPU copy each tensor before they ask for the next, and not in threads of their own.
+
+    Threads hide the copies to another device. Here there are none to hide, and who reads tensors would not know which
+    are loaded, nor whose memory is free again.
+    """
+    found = [module for name, module in sys.modules.items() if name.startswith("sglang.srt.models.")]
+    copying = {module: module.should_async_load for module in found if hasattr(module, "should_async_load")}
+    for module in copying if device == "cpu" else ():
+        module.should_async_load = lambda _: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, own in copying.items():
+            module.should_async_load = own  # type: ignore[attr-defined]
 
 
 @contextmanager

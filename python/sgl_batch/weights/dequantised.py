@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -176,7 +176,7 @@ class _Scratch:
 class _Piece:
     """Memory, and what returns its user while there is one."""
 
-    whole: memoryview = memoryview(b"")
+    whole: memoryview = field(default_factory=lambda: memoryview(b""))
     user: Callable[[], memoryview | None] = lambda: None
 
 

@@ -41,8 +41,6 @@ _KNOWN_UNUSED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # How often a layer is looked at that is not loaded whole when the tensors of another one come.
 _MOST_LOOKS = 3
-# In the names of the tensors whose parameters may be given another form early.
-_EXPERTS = ".experts."
 # Of memory that a thread takes from the kernel at a time.
 _PIECE_BYTES = 16 << 20
 # Of tensors that are no longer in the caches when their parameter is read again.
@@ -51,7 +49,7 @@ _NUMBERED = re.compile(r"(?:^|\.)\d+\.")
 
 
 Adopt = Callable[[nn.Module, Collection[str]], None]
-"""Takes a model, and the names of parameters that are loaded. It may give those of experts another form."""
+"""Takes a model, and the names of parameters that are loaded. It may give those of matrices another form."""
 
 Copy = Callable[[Tensor, Tensor], None]
 """Copies to the first tensor from the second; they have the same shape and dtype, and are contiguous on the CPU."""
@@ -64,9 +62,8 @@ class LoadedWeights:
     input embedding. `by_layer`: whether a model's layers are loaded from tensors of these layers, by number, and by
     this rank alone. Then a layer's memory, which is new, is first written to when its weights come: until then the
     next weights can be read. And what it holds is given to `adopt` once it is whole, in a thread of its own, while the
-    next layer is loaded: rounded weights never take the memory of all exact ones, and experts of later layers take what
-    the exact ones of earlier layers leave. `copy`: copies large tensors in place
-    of torch.
+    next layer is loaded: smaller forms never come on top of all exact weights, and later layers take the memory that
+    the exact weights of earlier ones leave. `copy`: copies large tensors in place of torch.
     """
 
     def __init__(
@@ -132,7 +129,7 @@ def _take_memory(parameters: Sequence[Tensor]) -> None:
 
 
 class _LeftOver:
-    """The memory of experts that have another form by now, for parameters of the same shape and number type."""
+    """The memory of parameters that have another form by now, for parameters of the same shape and number type."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
@@ -179,7 +176,7 @@ class _Marks:
 
     def _set(self, layer: int | None) -> None:
         found = self._waiting.pop(layer, [])
-        new = [one.data for name, one in found if not (_EXPERTS in name and self._left_over.give(one))]
+        new = [one.data for _, one in found if not self._left_over.give(one)]
         _take_memory(new)
         for _, one in found:
             _mark(one.data)
@@ -247,13 +244,13 @@ class _EarlyAdoption:
                 self._look_at(coming)
             coming = layer
             if layer in self._seen:
-                self._check_new(layer, name)
+                self._check_new(layer, name, weight)
                 self._seen[layer].add(name)
             yield name, weight
 
-    def _check_new(self, layer: int, name: str) -> None:
-        """Refuse an expert's tensor that would be loaded again, into a parameter that may have another form by now."""
-        if layer not in self._layers and name in self._seen[layer] and _EXPERTS in name:
+    def _check_new(self, layer: int, name: str, weight: Tensor) -> None:
+        """Refuse a matrix that would be loaded again, into a parameter that may have another form by now."""
+        if layer not in self._layers and name in self._seen[layer] and weight.dim() > 1:
             raise ConfigError(
                 f"the checkpoint has {name} twice, in files that are read one after the other: remove the files that "
                 "its index does not name, or fetch the checkpoint anew"
@@ -274,7 +271,7 @@ class _EarlyAdoption:
 
     def _adopt_layer(self, parameters: Mapping[str, nn.Parameter]) -> None:
         assert self._adopt is not None, "without it there are no layers"
-        before = [(one, one.data) for name, one in parameters.items() if _EXPERTS in name]
+        before = [(one, one.data) for one in parameters.values()]
         self._adopt(self._model, list(parameters))
         for parameter, data in before:
             self._left_over.put(data, parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,8 @@ class Model(nn.Module):
             layer.experts.data[int(part[3])].copy_(weight)
         elif part[2] == "norm":
             layer.norm.data = weight
+        elif part[2] == "scaled_norm":
+            layer.norm.data.copy_(weight)
 
 
 def checkpoint(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -342,7 +345,6 @@ def test_a_layer_is_adopted_when_it_is_whole_and_the_next_one_comes() -> None:
 
 def test_experts_take_the_memory_that_adopted_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "NUM_LAYERS", 3)
-    monkeypatch.setattr(loaded_weights, "_EXPERTS", ".experts")  # SGLang's parameters have a name behind it
     adopted, weights = Adopted(), checkpoint()
     model = adopted.load(weights.items())
     # The second layer takes the first one's memory only where that has been adopted by then; the third has some left.
@@ -375,12 +377,13 @@ def test_missing_and_unused_tensors_are_named_also_of_models_whose_layers_are_ad
         Adopted().load({**weights, "layers.0.x": torch.ones(1)}.items())
 
 
-def test_a_tensor_that_comes_again_when_its_layer_is_adopted_is_loaded_but_for_experts() -> None:
-    weights = [*checkpoint().items(), ("layers.0.gate", torch.full((4, 4), 7.0))]
-    assert Adopted().load(weights).layers[0].gate_up.tolist()[:4] == [[7.0] * 4] * 4
-    weights += [("layers.0.experts.1", torch.ones(2, 4))]
-    with pytest.raises(ConfigError, match=r"has layers\.0\.experts\.1 twice"):
-        Adopted().load(weights)
+def test_a_tensor_that_comes_again_when_its_layer_is_adopted_is_loaded_but_for_matrices() -> None:
+    norm = "layers.0.scaled_norm", torch.full((4,), 7.0)
+    weights = [norm, *checkpoint().items(), norm]
+    assert Adopted().load(weights).layers[0].norm.tolist() == [7.0] * 4
+    for name, again in (("layers.0.experts.1", torch.ones(2, 4)), ("layers.0.gate", torch.ones(4, 4))):
+        with pytest.raises(ConfigError, match=rf"has {re.escape(name)} twice"):
+            Adopted().load([*weights, (name, again)])
 
 
 def test_what_adoption_reports_ends_the_load() -> None:
