@@ -7,7 +7,7 @@ if [ $# -ne 3 ]; then
     echo "usage: $0 DIRECTORY MODEL GGUF" >&2
     echo "  DIRECTORY  a new environment; PYTHON=... chooses its interpreter" >&2
     echo "  MODEL      a checkpoint in Hugging Face format" >&2
-    echo "  GGUF       a new file for the model in llama.cpp's format, with weights in bfloat16 (GGUF_TYPE=f32: float32, q4_0: 4 bits)" >&2
+    echo "  GGUF       a new file for the model in llama.cpp's format, with weights in bfloat16 (GGUF_TYPE=f32: float32, q8_0: 8 bits, q4_0: 4 bits)" >&2
     exit 2
 fi
 version=0.3.36

@@ -29,7 +29,7 @@ def round_to_4_bits(exact: Path, gguf: Path) -> None:
 
 
 def main(sources: Path, model: Path, gguf: Path, kind: str) -> None:
-    """Convert the checkpoint `model` to the file `gguf` with weights of a kind: bf16, f16, f32 or q4_0."""
+    """Convert the checkpoint `model` to the file `gguf` with weights of a kind: bf16, f16, f32, q8_0 or q4_0."""
     if kind == "q4_0":
         exact = gguf.with_suffix(".bf16.gguf")
         main(sources, model, exact, "bf16")

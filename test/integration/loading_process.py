@@ -67,7 +67,9 @@ def main(directory: str, model: str, way: str) -> None:
     with torch.no_grad():
         (answer,) = forward_parts(runner, [batch])
     bits = answer.next_token_logits.contiguous().view(torch.uint8).numpy().tobytes()
-    sys.stdout.write(json.dumps({"read": sum(sizes), "packed": packed, "logits": hashlib.sha256(bits).hexdigest()}) + "\n")
+    sys.stdout.write(
+        json.dumps({"read": sum(sizes), "packed": packed, "logits": hashlib.sha256(bits).hexdigest()}) + "\n"
+    )
 
 
 if __name__ == "__main__":

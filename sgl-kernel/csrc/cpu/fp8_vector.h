@@ -28,19 +28,20 @@ inline VecU fp8_rounded(VecF exact) {
   return bits + 0x7fff + (bits >> 16 & 1);
 }
 
+// Codes in upper bytes as numbers of bf16 that are too small, see kFp8ScaleUp: a sign, and the other bits where such a number has
+// the lower ones of its exponent and the upper ones of its fraction.
+inline VecU fp8_placed(VecW upper) {
+  typedef int16_t Signed __attribute__((vector_size(kLanes * 4)));
+  return (VecU)((VecW)((Signed)upper >> 4) & 0x87f0);
+}
+// Those of lower and of upper words.
+inline VecF fp8_even(VecU placed) { return (VecF)(placed << 16); }
+inline VecF fp8_odd(VecU placed) { return (VecF)(placed & 0xffff0000u); }
+
 // Codes of kLanes columns to numbers. Words have an even k below and an odd one above.
 inline VecW fp8_numbers(VecW upper, VecF scales) {
-  typedef int16_t Signed __attribute__((vector_size(kLanes * 4)));
-  // A sign, and a code's bits where a number of bf16 has the lower ones of its exponent and the upper ones of its fraction.
-  const VecU placed = (VecU)((VecW)((Signed)upper >> 4) & 0x87f0);
-  const VecF even = (VecF)(placed << 16) * scales, odd = (VecF)(placed & 0xffff0000u) * scales;
-#ifdef SGL_BATCH_TWO_TO_BF16
-  const __m512i order = _mm512_add_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(16 << 16));
-  const __m512i interleaved = _mm512_or_si512(order, _mm512_slli_epi32(order, 16));
-  return (VecW)_mm512_permutexvar_epi16(interleaved, (__m512i)two_to_bf16(even, odd));
-#else
-  return (VecW)(fp8_rounded(even) >> 16 | (fp8_rounded(odd) & 0xffff0000u));
-#endif
+  const VecU placed = fp8_placed(upper);
+  return (VecW)(fp8_rounded(fp8_even(placed) * scales) >> 16 | (fp8_rounded(fp8_odd(placed) * scales) & 0xffff0000u));
 }
 
 // The scales of kPanel columns.
