@@ -1,14 +1,11 @@
 // Owns the operators in fp4 as torch sees them: shapes and number types are checked here, nothing is computed.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "grouped_panels.h"
 #include "fp4.h"
-#include "tasks.h"
-#include "tensor_checks.h"
+#include "grouped_panels.h"
 
 namespace sgl_batch {
 namespace {

@@ -1,47 +1,24 @@
 // Owns the operators in fp8 as torch sees them: shapes and number types are checked here, nothing is computed.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "fp8.h"
 #include "grouped_panels.h"
-#include "tasks.h"
-#include "tensor_checks.h"
 
 namespace sgl_batch {
 namespace {
 
-// [B, N, K] of bf16 beside the bytes of its fp8; returns their number type.
-DType check_fp8(const at::Tensor& plain, const at::Tensor& packed) {
-  check(plain, 3, "weight");
-  check(packed, 3, "packed");
-  const int64_t n = plain.size(1), k = plain.size(2);
-  TORCH_CHECK(plain.scalar_type() == at::kBFloat16 && n > 0 && k > 0 && n % kPanel == 0 && k % kFp8BlockK == 0, "weight is ",
-              plain.scalar_type(), plain.sizes(), "; fp8 takes bfloat16 of multiples of ", kPanel, " outputs and ", kFp8BlockK,
-              " inputs");
-  const DType dtype = fp8_dtype_of(packed, k, "packed");
-  TORCH_CHECK(packed.size(0) == plain.size(0) && packed.size(1) == n, "packed is ", packed.sizes(), " for a weight ", plain.sizes());
-  return dtype;
-}
+constexpr ScaledForm kFp8{.name = "fp8",
+                          .block_k = kFp8BlockK,
+                          .dtype_of = fp8_dtype_of,
+                          .group_of = fp8_group,
+                          .pack_panel = pack_fp8_panel,
+                          .unpack_panel = unpack_fp8_panel};
 
-bool pack_fp8(const at::Tensor& weight, at::Tensor packed) {
-  const DType dtype = check_fp8(weight, packed);
-  return pack_groups(weight, packed, dtype, [k = weight.size(2), group = fp8_group(dtype)](const uint16_t* plain, void* panel) {
-    return pack_fp8_panel(plain, k, group, panel);
-  });
-}
-
-at::Tensor unpack_fp8(const at::Tensor& packed, int64_t k) {
-  check(packed, 3, "packed");
-  auto plain = at::empty({packed.size(0), packed.size(1), k}, packed.options().dtype(at::kBFloat16));
-  const DType dtype = check_fp8(plain, packed);
-  each_grouped_panel(plain, packed, dtype, [k, group = fp8_group(dtype)](uint16_t* numbers, const void* panel) {
-    unpack_fp8_panel(panel, k, group, numbers);
-  });
-  return plain;
-}
+bool pack_fp8(const at::Tensor& weight, at::Tensor packed) { return kFp8.pack(weight, packed); }
+at::Tensor unpack_fp8(const at::Tensor& packed, int64_t k) { return kFp8.unpack(packed, k); }
 
 void widen_fp8(const at::Tensor& numbers, const at::Tensor& scales, int64_t block_rows, int64_t block_columns, at::Tensor out) {
   check(numbers, 2, "numbers");

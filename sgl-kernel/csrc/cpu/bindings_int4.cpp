@@ -1,44 +1,22 @@
 // Owns the operators in int4 as torch sees them: shapes and number types are checked here, nothing is computed.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "grouped_panels.h"
 #include "int4.h"
-#include "tensor_checks.h"
 
 namespace sgl_batch {
 namespace {
 
-// [B, N, K] of bf16 beside the words of its int4; returns their number type.
-DType check_int4(const at::Tensor& plain, const at::Tensor& packed) {
-  check(plain, 3, "weight");
-  check(packed, 3, "packed");
-  const int64_t n = plain.size(1), k = plain.size(2);
-  TORCH_CHECK(plain.scalar_type() == at::kBFloat16 && n > 0 && k > 0 && n % kPanel == 0 && k % kInt4BlockK == 0, "weight is ",
-              plain.scalar_type(), plain.sizes(), "; int4 takes bfloat16 of multiples of ", kPanel, " outputs and ", kInt4BlockK,
-              " inputs");
-  const DType dtype = int4_dtype_of(packed, k, "packed");
-  TORCH_CHECK(packed.size(0) == plain.size(0) && packed.size(1) == n, "packed is ", packed.sizes(), " for a weight ", plain.sizes());
-  return dtype;
-}
+constexpr ScaledForm kInt4{.name = "int4",
+                           .block_k = kInt4BlockK,
+                           .dtype_of = int4_dtype_of,
+                           .group_of = int4_group,
+                           .pack_panel = pack_int4_panel,
+                           .unpack_panel = unpack_int4_panel};
 
-bool pack_int4(const at::Tensor& weight, at::Tensor packed) {
-  const DType dtype = check_int4(weight, packed);
-  return pack_groups(weight, packed, dtype, [k = weight.size(2), group = int4_group(dtype)](const uint16_t* plain, void* panel) {
-    return pack_int4_panel(plain, k, group, panel);
-  });
-}
-
-at::Tensor unpack_int4(const at::Tensor& packed, int64_t k) {
-  check(packed, 3, "packed");
-  auto plain = at::empty({packed.size(0), packed.size(1), k}, packed.options().dtype(at::kBFloat16));
-  const DType dtype = check_int4(plain, packed);
-  each_grouped_panel(plain, packed, dtype, [k, group = int4_group(dtype)](uint16_t* numbers, const void* panel) {
-    unpack_int4_panel(panel, k, group, numbers);
-  });
-  return plain;
-}
+bool pack_int4(const at::Tensor& weight, at::Tensor packed) { return kInt4.pack(weight, packed); }
+at::Tensor unpack_int4(const at::Tensor& packed, int64_t k) { return kInt4.unpack(packed, k); }
 
 }  // namespace
 }  // namespace sgl_batch

@@ -92,45 +92,29 @@ bool have_one_scale(const float* scales) {
   return (_mm512_cmpneq_epi32_mask(first, _mm512_loadu_si512(scales)) | _mm512_cmpneq_epi32_mask(first, _mm512_loadu_si512(scales + kLanes))) == 0;
 }
 
-struct PanelOfFp8Tables {
-  explicit PanelOfFp8Tables(const Tile& tile)
-      : block(tile.base),
-        scales(static_cast<const float*>(tile.panel)),
-        codes(static_cast<const char*>(tile.panel) + fp8_scale_bytes(tile.k, block)) {}
+struct BlockOfTables {
   template <typename Each>
-  [[gnu::always_inline]] void next(const Each& each) {
-    const float* own = scales;
-    scales += kPanel;
-    if (have_one_scale(own))
-      each(Fp8Table(*own));
+  [[gnu::always_inline]] static void call(const float* scales, const Each& each) {
+    if (have_one_scale(scales))
+      each(Fp8Table(*scales));
     else
-      each(Fp8ByColumns(own));
+      each(Fp8ByColumns(scales));
   }
-
-  static constexpr int64_t lines = PanelOfFp8::lines;
-  const int64_t block;
-  const float* scales;
-  const char* codes;
 };
-
-template <typename Numbers>
-void decode_pairs(const Numbers& numbers, const char* from, int64_t k, uint16_t* to) {
-  for (int64_t i = 0; i < k; i += kGroupedWordK, from += 2 * kFp8BytesOfTwo, to += kGroupedWordK * kPanel) {
-    VecW weights[4];
-    numbers.all(from, weights);
-#pragma GCC unroll 4
-    for (int group = 0; group < 4; ++group) store_words(to + group * kPanel, weights[group]);
-  }
-}
+using PanelOfFp8Tables = PanelOfScaled<float, kFp8Lines, BlockOfTables>;
 
 void decode_fp8_by_tables(const float* scales, const void* codes, int64_t k, int64_t group, uint16_t* to) {
   const auto* from = static_cast<const char*>(codes);
-  for (int64_t first = 0; first < k; first += group, scales += kPanel, from += group * kPanel, to += group * kPanel) {
+  for (int64_t first = 0; first < k; first += group, scales += kPanel) {
     const int64_t count = k - first < group ? k - first : group;
-    if (have_one_scale(scales))
-      decode_pairs(Fp8Table(*scales), from, count, to);
-    else
-      decode_pairs(Fp8ByColumns(scales), from, count, to);
+    BlockOfTables::call(scales, [&](const auto& numbers) {
+      for (int64_t i = 0; i < count; i += kGroupedWordK, from += kFp8Lines * kLineBytes, to += kGroupedWordK * kPanel) {
+        VecW weights[4];
+        numbers.all(from, weights);
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; ++part) store_words(to + part * kPanel, weights[part]);
+      }
+    });
   }
 }
 

@@ -39,49 +39,49 @@ struct PanelOfFp4 {
   VecW lacks[2];
 };
 
-struct PanelOfInt4 {
-  explicit PanelOfInt4(const Tile& tile)
+// With a word for each column and group before the codes. Block: calls each(numbers), given where a block's words begin.
+template <typename Word, int64_t kLines, typename Block>
+struct PanelOfScaled {
+  explicit PanelOfScaled(const Tile& tile)
       : block(tile.base),
-        scales(static_cast<const uint32_t*>(tile.panel)),
-        codes(static_cast<const char*>(tile.panel) + int4_scale_bytes(tile.k, block)) {}
+        words(static_cast<const Word*>(tile.panel)),
+        codes(static_cast<const char*>(tile.panel) + tile.k / block * kPanel * static_cast<int64_t>(sizeof(Word))) {}
   template <typename Each>
   [[gnu::always_inline]] void next(const Each& each) {
-    own = Int4Scales(scales);
-    scales += kPanel;
-    each(*this);
-  }
-  [[gnu::always_inline]] void all(const char* from, VecW (&weights)[4]) const {
-    const VecU words = (VecU)load_words(reinterpret_cast<const uint16_t*>(from));
-#pragma GCC unroll 4
-    for (int group = 0; group < 4; ++group) weights[group] = numbers.of(words, group, own);
+    Block::call(words, each);
+    words += kPanel;
   }
 
-  static constexpr int64_t lines = 1;
+  static constexpr int64_t lines = kLines;
   const int64_t block;
-  const uint32_t* scales;
+  const Word* words;
   const char* codes;
+};
+
+struct BlockOfInt4 {
+  template <typename Each>
+  [[gnu::always_inline]] static void call(const uint32_t* words, const Each& each) {
+    each(BlockOfInt4{{}, Int4Scales(words)});
+  }
+  [[gnu::always_inline]] void all(const char* from, VecW (&weights)[4]) const {
+    const VecU codes = (VecU)load_words(reinterpret_cast<const uint16_t*>(from));
+#pragma GCC unroll 4
+    for (int group = 0; group < 4; ++group) weights[group] = numbers.of(codes, group, own);
+  }
+
   Int4Numbers numbers;
   Int4Scales own;
 };
+using PanelOfInt4 = PanelOfScaled<uint32_t, 1, BlockOfInt4>;
 
-struct PanelOfFp8 {
-  explicit PanelOfFp8(const Tile& tile)
-      : block(tile.base),
-        scales(static_cast<const float*>(tile.panel)),
-        codes(static_cast<const char*>(tile.panel) + fp8_scale_bytes(tile.k, block)) {}
+struct BlockOfFp8 {
   template <typename Each>
-  [[gnu::always_inline]] void next(const Each& each) {
-    const Fp8Scales own(scales);
-    scales += kPanel;
-    each(own);
+  [[gnu::always_inline]] static void call(const float* scales, const Each& each) {
+    each(Fp8Scales(scales));
   }
-
-  static constexpr int64_t lines = 2;
-  static_assert(lines * kLineBytes == kGroupedWordK * kPanel);
-  const int64_t block;
-  const float* scales;
-  const char* codes;
 };
+constexpr int64_t kFp8Lines = kGroupedWordK * kPanel / kLineBytes;
+using PanelOfFp8 = PanelOfScaled<float, kFp8Lines, BlockOfFp8>;
 
 // Where the next panel is not asked for, the core brings a panel's lines by itself, but none beyond the page that it reads:
 // lines are asked for so far ahead.

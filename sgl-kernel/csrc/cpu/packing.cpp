@@ -131,6 +131,17 @@ void pad_words(const void* from, int64_t width, int64_t steps, void* to) {
   }
 }
 
+// The tile that takes panels whose groups share scales as they lie; null where they are decoded before.
+TileFn grouped_tile(const TileKernel& tile, DType dtype) {
+  return dtype == DType::kFp4 ? tile.run_fp4 : int4_group(dtype) > 0 ? tile.run_int4 : tile.run_fp8;
+}
+
+void decode_grouped_panel(const Isa& isa, DType dtype, const void* panel, int64_t k, void* to) {
+  if (dtype == DType::kFp4) return decode_fp4_panel(isa, panel, k, to);
+  if (const int64_t group = int4_group(dtype); group > 0) return decode_int4_panel(isa, panel, k, group, to);
+  decode_fp8_panel(isa, panel, k, fp8_group(dtype), to);
+}
+
 }  // namespace
 
 void pack_matrix(void* matrix, int64_t n, int64_t k, DType dtype, void* scratch) {
@@ -188,22 +199,13 @@ ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64
     decode_panel(isa, panel(index), k, marks[index], spare);
     return {spare, tile.run, wide};
   }
-  if (dtype == DType::kFp4) {
-    if (tile.run_fp4 != nullptr && !tile.cut.cuts_k(tiles))
-      return {panel(index), tile.run_fp4, 0, 0, keeps ? spare : nullptr, tile.run_kept, kept};
-    decode_fp4_panel(isa, panel(index), k, spare);
-    return {spare, tile.run, wide};
-  }
-  if (const int64_t group = int4_group(dtype); group > 0) {
-    if (tile.run_int4 != nullptr && !tile.cut.cuts_k(tiles))
-      return {panel(index), tile.run_int4, 0, static_cast<uint32_t>(group), keeps ? spare : nullptr, tile.run_kept, kept};
-    decode_int4_panel(isa, panel(index), k, group, spare);
-    return {spare, tile.run, wide};
-  }
-  if (const int64_t group = fp8_group(dtype); group > 0) {
-    if (tile.run_fp8 != nullptr && !tile.cut.cuts_k(tiles))
-      return {panel(index), tile.run_fp8, 0, static_cast<uint32_t>(group), keeps ? spare : nullptr, tile.run_kept, kept};
-    decode_fp8_panel(isa, panel(index), k, group, spare);
+  if (has_groups(dtype)) {
+    const TileFn run = grouped_tile(tile, dtype);
+    if (run != nullptr && !tile.cut.cuts_k(tiles)) {
+      const auto group = static_cast<uint32_t>(int4_group(dtype) + fp8_group(dtype));
+      return {panel(index), run, 0, group, keeps ? spare : nullptr, tile.run_kept, kept};
+    }
+    decode_grouped_panel(isa, dtype, panel(index), k, spare);
     return {spare, tile.run, wide};
   }
   if (dtype == DType::kF32) return {ready_part(index, spare, 0, k), tile.run, wide};
