@@ -15,6 +15,7 @@ from sgl_batch.checkpoint.files import StoredTensor, few, read_header
 from sgl_batch.checkpoint.quantised import (
     MOST_FOUR_BITS,
     MXFP4_BLOCK,
+    WORD_BITS,
     Kind,
     QuantisedMatrix,
     QuantisedTensors,
@@ -39,6 +40,8 @@ _DUMMY_SCALES = (2.0**-11, 1.25 * 2.0**-11)
 _DUMMY_FP8_SCALES = (2.0**-17, 1.25 * 2.0**-17)
 # Of e4m3, without its sign; and the inputs that share a scale where scales are not of blocks.
 _E4M3_NAN, _DUMMY_FP8_GROUP = 0x7F, 128
+# Of the integers that stay in their words until they are floats.
+_WORD_INTEGER_BITS = 4
 # AWQ's words hold the integers of eight neighbouring outputs in this order.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -102,20 +105,25 @@ class Dequantised:
             mxfp4_floats(parts["_blocks"], parts["_scales"], out)
             return out.transpose(1, 2)
         out = self._scratch.tensor(matrix.shape, self._dtype)
-        if matrix.kind is Kind.SCALED and _widen_fp8(parts, self._form.block, out):
-            return out
-        rows = max(1, _AT_A_TIME // matrix.shape[1])
         if matrix.kind is Kind.SCALED:
+            if _widen_fp8(parts, self._form.block, out):
+                return out
             of_rows = _scaled(parts, self._form.block)
-        elif matrix.kind is Kind.PACKED:
-            of_rows = _packed(parts, matrix.bits, matrix.shape)
         else:
-            integers, zeros = (_gptq if matrix.kind is Kind.GPTQ else _awq)(parts, matrix.bits)
-            of_rows = _grouped(integers, zeros + self._form.zero_lack, parts[".scales"], parts.get(".g_idx"))
+            integers = self._integers(matrix, parts)
+            if integers.widen(out):
+                return out
+            of_rows = integers.of_rows(matrix.shape[1])
+        rows = max(1, _AT_A_TIME // matrix.shape[1])
         for first in range(0, matrix.shape[0], rows):
             last = min(first + rows, matrix.shape[0])
             out[first:last] = of_rows(first, last)
         return out
+
+    def _integers(self, matrix: QuantisedMatrix, parts: Parts) -> _Integers:
+        if matrix.kind is Kind.PACKED:
+            return _packed(parts, matrix.bits, matrix.shape)
+        return (_gptq if matrix.kind is Kind.GPTQ else _awq)(parts, matrix.bits, self._form.zero_lack)
 
 
 def draw_numbers(form: QuantisedForm, out: Tensor) -> None:
@@ -259,67 +267,100 @@ def _words(words: Tensor, bits: int) -> Tensor:
     return integers
 
 
-def _gptq(parts: Parts, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the integers [outputs, inputs] and the zero points [groups, outputs]."""
-    words, zeros = parts[".qweight"], parts[".qzeros"]
-    return _words(words.t(), bits), _words(zeros, bits).int()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Integers:
+    """Integers of a matrix [outputs, inputs], each less what its group lacks, times the group's scale.
+
+    Attributes:
+        stored: One a byte, uint8; or eight of 4 bits a word, the first one lowest, int32 [outputs, inputs / 8, rounded
+            up], in any strides.
+        lack: Zero points [outputs, groups], float32.
+        scales: Likewise.
+        order: The group of each input; groups of equal size one after the other if None.
+    """
+
+    stored: Tensor
+    lack: Tensor
+    scales: Tensor
+    order: Tensor | None = None
+
+    def widen(self, out: Tensor) -> bool:
+        """Write the floats to `out` by the native kernels; return False if they do not take them."""
+        kernels, groups, inputs = native_kernels(), self.scales.shape[1], out.shape[1]
+        per_word = WORD_BITS // _WORD_INTEGER_BITS if self.stored.dtype == torch.int32 else 1
+        fit = self.stored.shape[1] * per_word == inputs and inputs % (2 * groups) == 0 and self._is_in_order(inputs)
+        if kernels is None or out.dtype != torch.bfloat16 or not fit:
+            return False
+        stored = self.stored if per_word > 1 else self.stored.contiguous()
+        kernels.widen_integers_(stored, self.lack.contiguous(), self.scales.contiguous(), out)
+        return True
+
+    def of_rows(self, inputs: int) -> Rows:
+        groups = self.scales.shape[1]
+        if inputs % groups == 0 and self._is_in_order(inputs):
+
+            def of_groups(first: int, last: int) -> Tensor:
+                numbers: Tensor = self._numbers(first, last, inputs).unflatten(1, (groups, -1))
+                own = self.lack[first:last].unsqueeze(2), self.scales[first:last].unsqueeze(2)
+                return numbers.sub_(own[0]).mul_(own[1]).flatten(1)
+
+            return of_groups
+        group = self._neighbours(inputs) if self.order is None else self.order.long()
+
+        def of_inputs(first: int, last: int) -> Tensor:
+            numbers = self._numbers(first, last, inputs)
+            return (numbers - self.lack[first:last][:, group]) * self.scales[first:last][:, group]
+
+        return of_inputs
+
+    def _numbers(self, first: int, last: int, inputs: int) -> Tensor:
+        own = self.stored[first:last]
+        return (_words(own, _WORD_INTEGER_BITS) if own.dtype == torch.int32 else own)[:, :inputs].float()
+
+    def _is_in_order(self, inputs: int) -> bool:
+        return self.order is None or torch.equal(self.order.long(), self._neighbours(inputs))
+
+    def _neighbours(self, inputs: int) -> Tensor:
+        return torch.arange(inputs) // -(-inputs // self.scales.shape[1])
 
 
-def _awq(parts: Parts, bits: int) -> tuple[Tensor, Tensor]:
+def _gptq(parts: Parts, bits: int, zero_lack: int) -> _Integers:
+    words, zeros = parts[".qweight"].t(), _words(parts[".qzeros"], bits).int() + zero_lack
+    return _Integers(
+        stored=words if bits == _WORD_INTEGER_BITS else _words(words, bits),
+        lack=zeros.float().t(),
+        scales=parts[".scales"].float().t(),
+        order=parts.get(".g_idx"),
+    )
+
+
+def _awq(parts: Parts, bits: int, zero_lack: int) -> _Integers:
     words, zeros = parts[".qweight"].t().contiguous(), parts[".qzeros"]
     integers = torch.empty(words.shape[0], len(_AWQ_ORDER), words.shape[1], dtype=torch.uint8)
     for output, place in enumerate(_AWQ_ORDER):
         integers[:, output] = (words >> (place * bits)).bitwise_and_((1 << bits) - 1)
     of_zeros = _words(zeros, bits).unflatten(-1, (-1, len(_AWQ_ORDER)))[..., torch.tensor(_AWQ_ORDER)]
-    return integers.flatten(0, 1), of_zeros.flatten(1).int()
-
-
-def _grouped(integers: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | None) -> Rows:
-    """Return the rows of integers [outputs, inputs] whose zero points and scales are [groups, outputs].
-
-    `order`: the group of each input; groups of equal size one after the other if None.
-    """
-    return _scaled_integers(
-        lambda first, last: integers[first:last].float(),
-        zeros.float().t(),
-        scales.float().t(),
-        integers.shape[1],
-        order,
+    return _Integers(
+        stored=integers.flatten(0, 1),
+        lack=(of_zeros.flatten(1).int() + zero_lack).float().t(),
+        scales=parts[".scales"].float().t(),
     )
 
 
-def _scaled_integers(integers: Rows, lack: Tensor, scales: Tensor, inputs: int, order: Tensor | None) -> Rows:
-    """Return the rows of integers [outputs, inputs] whose zero points and scales are [outputs, groups]."""
-    groups, neighbours = scales.shape[1], torch.arange(inputs) // -(-inputs // scales.shape[1])
-    if inputs % groups == 0 and (order is None or torch.equal(order.long(), neighbours)):
-
-        def of_groups(first: int, last: int) -> Tensor:
-            numbers: Tensor = integers(first, last).unflatten(1, (groups, -1))
-            return numbers.sub_(lack[first:last].unsqueeze(2)).mul_(scales[first:last].unsqueeze(2)).flatten(1)
-
-        return of_groups
-    group = neighbours if order is None else order.long()
-
-    def of_rows(first: int, last: int) -> Tensor:
-        return (integers(first, last) - lack[first:last][:, group]) * scales[first:last][:, group]
-
-    return of_rows
-
-
-def _packed(parts: Parts, bits: int, shape: Sequence[int]) -> Rows:
+def _packed(parts: Parts, bits: int, shape: Sequence[int]) -> _Integers:
     words, scales = parts[".weight_packed"], parts[".weight_scale"].float()
-    zeros, order = parts.get(".weight_zero_point"), parts.get(".weight_g_idx")
-    inputs, half = shape[1], 1 << (bits - 1)
+    zeros, half = parts.get(".weight_zero_point"), 1 << (bits - 1)
     lack = torch.zeros_like(scales)
     if zeros is not None and zeros.dtype == torch.int32 and zeros.shape != scales.shape:
         lack = _words(zeros.t(), bits).t()[: shape[0]].float() - half
     elif zeros is not None:
         lack = zeros.float()
-
-    def integers(first: int, last: int) -> Tensor:
-        return _words(words[first:last], bits)[:, :inputs].float()
-
-    return _scaled_integers(integers, lack + half, scales, inputs, order)
+    return _Integers(
+        stored=words if bits == _WORD_INTEGER_BITS else _words(words, bits)[:, : shape[1]],
+        lack=lack + half,
+        scales=scales,
+        order=parts.get(".weight_g_idx"),
+    )
 
 
 def _are_finite(scales: Tensor) -> bool:

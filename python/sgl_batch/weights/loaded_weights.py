@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sgl_batch.checkpoint.files import few
+from sgl_batch.checkpoint.quantised import is_kept_as_floats
 from sgl_batch.errors import ConfigError
 from sgl_batch.memory.page_advice import populate
 
@@ -250,7 +251,8 @@ class _EarlyAdoption:
 
     def _check_new(self, layer: int, name: str, weight: Tensor) -> None:
         """Refuse a matrix that would be loaded again, into a parameter that may have another form by now."""
-        if layer not in self._layers and name in self._seen[layer] and weight.dim() > 1:
+        again = layer not in self._layers and name in self._seen[layer]
+        if again and weight.dim() > 1 and not is_kept_as_floats(name):
             raise ConfigError(
                 f"the checkpoint has {name} twice, in files that are read one after the other: remove the files that "
                 "its index does not name, or fetch the checkpoint anew"

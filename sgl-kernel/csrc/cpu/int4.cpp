@@ -97,7 +97,36 @@ struct Place {
   int shift;
 };
 
+uint32_t rounded(float exact) {
+  const auto bits = __builtin_bit_cast(uint32_t, exact);
+  return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+
+SGL_BATCH_CLONES void widen_nibbles(const uint8_t* __restrict pairs, float lack, float scale, int64_t count, uint32_t* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t pair = pairs[i];
+    const uint32_t even = rounded((static_cast<float>(pair & 15) - lack) * scale);
+    to[i] = even | rounded((static_cast<float>(pair >> 4) - lack) * scale) << 16;
+  }
+}
+
+SGL_BATCH_CLONES void widen_bytes(const uint8_t* __restrict integers, float lack, float scale, int64_t count, uint16_t* __restrict to) {
+  for (int64_t i = 0; i < count; ++i)
+    to[i] = static_cast<uint16_t>(rounded((static_cast<float>(static_cast<int32_t>(integers[i])) - lack) * scale));
+}
+
 }  // namespace
+
+void widen_nibble_row(const uint8_t* pairs, const WideGroups& groups, int64_t k, uint16_t* to) {
+  for (int64_t first = 0, i = 0; first < k; first += groups.group, ++i)
+    widen_nibbles(pairs + first / 2, groups.lacks[i], groups.scales[i], std::min(groups.group, k - first) / 2,
+                  reinterpret_cast<uint32_t*>(to + first));
+}
+
+void widen_byte_row(const uint8_t* integers, const WideGroups& groups, int64_t k, uint16_t* to) {
+  for (int64_t first = 0, i = 0; first < k; first += groups.group, ++i)
+    widen_bytes(integers + first, groups.lacks[i], groups.scales[i], std::min(groups.group, k - first), to + first);
+}
 
 bool pack_int4_panel(const uint16_t* plain, int64_t k, int64_t group, void* to) {
   auto* scales = static_cast<uint32_t*>(to);

@@ -32,6 +32,7 @@ from .weight_forms import unpack_fp4 as unpack_fp4
 from .weight_forms import unpack_fp8 as unpack_fp8
 from .weight_forms import unpack_int4 as unpack_int4
 from .weight_forms import widen_fp8_ as widen_fp8_
+from .weight_forms import widen_integers_ as widen_integers_
 from .weight_forms import widen_mxfp4_ as widen_mxfp4_
 
 INTERFACE = 17

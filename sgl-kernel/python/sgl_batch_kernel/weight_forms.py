@@ -109,6 +109,15 @@ def widen_fp8_(
     _ops.widen_fp8_(numbers, scales, block_rows, block_columns, out)
 
 
+def widen_integers_(integers: torch.Tensor, lacks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Take integers of groups to `out`, bf16 [N, K]: (integer - lack) * scale, computed in float32, rounded once.
+
+    `integers`: int32 [N, K / 8], eight of 4 bits a word, the first one lowest, in any strides; or contiguous uint8
+    [N, K]. `lacks` and `scales`: float32 [N, groups], of K / groups neighbours each, an even number.
+    """
+    _ops.widen_integers_(integers, lacks, scales, out)
+
+
 def copy_past_caches_(to: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` to a tensor of the same shape and number type, both contiguous, leaving the caches to others.
 

@@ -8,6 +8,7 @@ from functools import partial
 import sgl_batch_kernel as kernels
 import torch
 from kernel_checks import Check, refusals
+from kernel_coded import bits
 from kernel_grouped import Form, GroupedWeight, expert_cases
 
 # Hidden and intermediate, by how many numbers have one scale.
@@ -54,6 +55,7 @@ def int4_cases() -> Iterator[Check]:
                 yield from expert_cases(name, form_of(group), sizes, numbers, signs_of_zeros=False)
         yield from numbers_of_all_scales(group)
         yield from numbers_that_are_none(group)
+    yield from widened_cases()
     yield from refused_cases()
 
 
@@ -85,9 +87,26 @@ def numbers_that_are_none(group: int) -> Iterator[Check]:
     yield f"int4 by {group}: numbers at random are none", not GroupedWeight(form_of(group), random).fits
 
 
+def widened_cases() -> Iterator[Check]:
+    """Integers as checkpoints have them: in words by output or by input, or one a byte."""
+    for rows, inputs, groups in ((64, 256, 2), (33, 96, 3), (70, 40, 1), (1, 16, 8)):
+        words = torch.randint(-(2**31), 2**31, (rows, inputs // 8), dtype=torch.int32)
+        integers = torch.stack([(words >> (4 * i)) & 15 for i in range(8)], dim=-1).flatten(1)
+        lacks, scales = torch.randint(0, 16, (rows, groups)).float(), torch.randn(rows, groups)
+        grouped = integers.float().unflatten(1, (groups, -1))
+        expected = ((grouped - lacks.unsqueeze(2)) * scales.unsqueeze(2)).flatten(1).bfloat16()
+        by_input = words.t().contiguous().t()
+        for name, given in (("words", words), ("words by input", by_input), ("bytes", integers.to(torch.uint8))):
+            out = torch.empty(rows, inputs, dtype=torch.bfloat16)
+            kernels.widen_integers_(given, lacks, scales, out)
+            yield f"widen integers {rows}x{inputs}, {groups} groups, {name}", torch.equal(bits(out), bits(expected))
+
+
 def refused_cases() -> Iterator[Check]:
     x, choice = torch.zeros(1, 64).bfloat16(), (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32))
     weight, packed = torch.zeros(2, 64, 64, dtype=torch.bfloat16), torch.zeros(2, 64, 10, dtype=torch.int32)
+    plain, one, two = torch.zeros(2, 16, dtype=torch.bfloat16), torch.zeros(2, 1), torch.zeros(2, 2)
+    each = torch.zeros(2, 8)
     refused: tuple[tuple[str, Callable[[], object]], ...] = (
         ("int4 takes bfloat16 of multiples of 32 outputs", lambda: kernels.pack_int4_(weight.float(), packed)),
         ("int4 takes bfloat16 of multiples of 32", lambda: kernels.pack_int4_(weight[:, :33].contiguous(), packed)),
@@ -106,6 +125,15 @@ def refused_cases() -> Iterator[Check]:
             lambda: kernels.experts(x, packed.repeat(1, 2, 1), packed, *choice, w13_marks=torch.zeros(4, 2)),
         ),
         ("int4 is int32", lambda: kernels.unpack_int4(packed.float(), 64)),
+        ("use int32 [2, 16 / 8] or", lambda: kernels.widen_integers_(packed[0, :2, :3], one, one, plain)),
+        (
+            "8 groups of an even size",
+            lambda: kernels.widen_integers_(packed[0, :2, :1], each, each, plain[0].view(2, 8)),
+        ),
+        (
+            "scales are Float[2, 2]; use float32 [2, 1]",
+            lambda: kernels.widen_integers_(packed[0, :2, :2], one, two, plain),
+        ),
         ("no int4 of 64 inputs", lambda: kernels.linear(x, packed[0, :, :8].contiguous())),
         ("int4 of 31 outputs; use a multiple of 32", lambda: kernels.linear(x, packed[0, :31])),
         ("int4 of 48 outputs; use a multiple of 32", lambda: kernels.gated(x, packed.view(-1, 10)[:96], 0, 32)),
