@@ -131,7 +131,7 @@ def refused_cases() -> Iterator[Check]:
             lambda: kernels.widen_integers_(packed[0, :2, :1], each, each, plain[0].view(2, 8)),
         ),
         (
-            "scales are Float[2, 2]; use float32 [2, 1]",
+            "lacks are Float[2, 1]; use float32 [2, 2]",
             lambda: kernels.widen_integers_(packed[0, :2, :2], one, two, plain),
         ),
         ("no int4 of 64 inputs", lambda: kernels.linear(x, packed[0, :, :8].contiguous())),
