@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -270,15 +272,22 @@ def test_weights_can_be_sent_as_the_bytes_of_safetensors_files(
     assert ask(engine, inputs[:2]) == old
 
 
+def _unused_port() -> int:
+    """Return a port below those that systems give to connections, which might take it before it is listened at."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 @by_ranks
 def test_a_trainer_broadcasts_new_weights_to_all_ranks(
     engine: Any, inputs: list[list[int]], trained: Path, answers_of_trained: Any, model_path: Callable[[str], str]
 ) -> None:
     ranks = engine.server_args.dp_size
     weights, plain = load_file(trained / "model.safetensors"), load_file(f"{model_path(FAMILIES[0])}/model.safetensors")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _unused_port()
     name = f"trainer-{port}"
 
     def train() -> None:
