@@ -221,23 +221,29 @@ def _widen_fp8(parts: Parts, block: tuple[int, int] | None, out: Tensor) -> bool
     kernels, weight = native_kernels(), parts[".weight"]
     if kernels is None or out.dtype != torch.bfloat16 or weight.dtype != torch.float8_e4m3fn or len(parts) != 2:
         return False
-    rows, columns = weight.shape
     scale = next(part for end, part in parts.items() if "scale" in end).float()
-    own = (1, columns)
-    if scale.numel() == 1:
-        own = (rows, columns)
-    elif scale.shape[0] != rows or (scale.dim() == 2 and scale.shape[1] > 1):
-        assert block is not None, "scales of blocks are found only where the form has blocks"
-        own = block
-    kernels.widen_fp8_(weight.contiguous(), scale.reshape(-1, -(-columns // own[1])).contiguous(), *own, out)
+    own = _block_of(scale, weight.shape, block)
+    kernels.widen_fp8_(weight.contiguous(), scale.reshape(-1, -(-weight.shape[1] // own[1])).contiguous(), *own, out)
     return True
+
+
+def _block_of(scale: Tensor, shape: Sequence[int], block: tuple[int, int] | None) -> tuple[int, int]:
+    """Return how many rows and columns of a matrix of `shape` share a scale: all, those of a row, or of a `block`."""
+    rows, columns = shape
+    if scale.numel() == 1:
+        return rows, columns
+    if scale.shape[0] == rows and (scale.dim() != 2 or scale.shape[1] == 1):
+        return 1, columns
+    assert block is not None, "scales of blocks are found only where the form has blocks"
+    return block
 
 
 def _scaled(parts: Parts, block: tuple[int, int] | None) -> Rows:
     weight = parts[".weight"]
     scale = next(part for end, part in parts.items() if "scale" in end).float()
     zeros = parts.get(".weight_zero_point")
-    if scale.numel() == 1 or scale.shape[0] == weight.shape[0]:
+    own = _block_of(scale, weight.shape, block)
+    if scale.numel() in (1, weight.shape[0]) and own[1] == weight.shape[1]:
         by_row = scale.reshape(-1, 1).expand(weight.shape[0], 1)
         lack = None if zeros is None else zeros.float().reshape(-1, 1).expand(weight.shape[0], 1)
 
@@ -245,13 +251,11 @@ def _scaled(parts: Parts, block: tuple[int, int] | None) -> Rows:
             numbers = weight[first:last].float()
             return (numbers if lack is None else numbers - lack[first:last]) * by_row[first:last]
 
-        if scale.dim() != 2 or scale.shape[1] == 1:
-            return of_rows
-    assert block is not None, "scales of blocks are found only where the form has blocks"
-    by_column = scale.repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
+        return of_rows
+    by_column = scale.repeat_interleave(own[1], dim=1)[:, : weight.shape[1]]
 
     def of_blocks(first: int, last: int) -> Tensor:
-        return weight[first:last].float() * by_column[torch.arange(first, last) // block[0]]
+        return weight[first:last].float() * by_column[torch.arange(first, last) // own[0]]
 
     return of_blocks
 

@@ -1,5 +1,5 @@
-// Owns how rows of pairs of bf16 meet a block of four k of a panel that is taken to bf16 as it is multiplied, on AVX512 with bf16 instructions: see coded_tile_avx512.h and
-// grouped_tile_avx512.h.
+// Owns how rows of pairs of bf16 meet four k of a panel that is decoded as it is multiplied, on AVX512 with bf16 instructions: see
+// coded_tile_avx512.h and grouped_tile_avx512.h.
 #pragma once
 
 #include "gemm_vector.h"

@@ -17,6 +17,12 @@ inline VecW load_words(const uint16_t* from) { return *reinterpret_cast<const Ve
 inline void store_words(uint16_t* to, VecW value) { *reinterpret_cast<VecWU*>(to) = value; }
 
 #if SGL_BATCH_LANES == 16
+// Half of the columns, the first half or the second, each in two lanes: those of a pair of k.
+inline VecF twice(VecF columns, int half) {
+  const __m512i pairs = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  return (VecF)_mm512_permutexvar_ps(_mm512_add_epi32(pairs, _mm512_set1_epi32(kLanes / 2 * half)), (__m512)columns);
+}
+
 inline VecW two_to_bf16(VecF first, VecF second) {
 #ifdef SGL_BATCH_TWO_TO_BF16
   return (VecW)SGL_BATCH_TWO_TO_BF16(first, second);

@@ -1,4 +1,4 @@
-// Owns how rows of f32 meet a block of four k of a panel that is taken to bf16 as it is multiplied, on AVX512: see coded_tile_avx512.h and
+// Owns how rows of f32 meet four k of a panel that is decoded as it is multiplied, on AVX512: see coded_tile_avx512.h and
 // grouped_tile_avx512.h.
 #pragma once
 

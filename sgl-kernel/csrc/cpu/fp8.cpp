@@ -141,8 +141,7 @@ SGL_BATCH_CLONES void widen_codes(const uint8_t* __restrict codes, float scale, 
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t code = codes[i], magnitude = code & 0x7fu;
     const float exact = __builtin_bit_cast(float, magnitude << kDropped) * kFp8ScaleUp * scale;
-    const auto bits = __builtin_bit_cast(uint32_t, exact);
-    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    const uint32_t rounded = number_to_bf16(exact);
     const uint32_t is_none = 0u - (magnitude == kNoNumber), number = (rounded & ~is_none) | (0x7fc0u & is_none);
     to[i] = static_cast<uint16_t>(number ^ (code & 0x80u) << 8);
   }

@@ -71,12 +71,19 @@ inline float bf16_to_f32(uint16_t value) {
   return out;
 }
 
-// Round to nearest, ties to even; NaN stays NaN.
+// Round to nearest, ties to even. No number is a NaN.
+inline uint32_t number_to_bf16(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+// Likewise; NaN stays NaN.
 inline uint16_t f32_to_bf16(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  return static_cast<uint16_t>(number_to_bf16(value));
 }
 
 // What will be read soon: a tile brings `step` bytes of a panel closer with each of its own steps over k, and `rows_step`

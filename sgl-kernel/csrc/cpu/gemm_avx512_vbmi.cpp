@@ -27,9 +27,9 @@ struct Fp8Table {
       for (int i = 0; i < 2; ++i) {
         const int magnitude = half * kMagnitudes / 2 + i * 2 * kLanes;
         const __m512i codes = _mm512_add_epi32(first, _mm512_set1_epi32(magnitude << kToF32));
-        const __m512 even = _mm512_mul_ps((__m512)codes, scales);
-        const __m512 odd = _mm512_mul_ps((__m512)_mm512_add_epi32(codes, _mm512_set1_epi32(kLanes << kToF32)), scales);
-        const auto numbers = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+        const __m512 lesser = _mm512_mul_ps((__m512)codes, scales);
+        const __m512 larger = _mm512_mul_ps((__m512)_mm512_add_epi32(codes, _mm512_set1_epi32(kLanes << kToF32)), scales);
+        const auto numbers = (__m512i)_mm512_cvtne2ps_pbh(larger, lesser);
         low[i] = _mm512_cvtepi16_epi8(numbers);
         high[i] = _mm512_cvtepi16_epi8(_mm512_srli_epi16(numbers, 8));
       }
@@ -60,16 +60,13 @@ struct Fp8Table {
 struct Fp8ByColumns {
   explicit Fp8ByColumns(const float* given) {
     alignas(64) uint8_t orders[2][64] = {};
-    const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     for (int group = 0; group < 2; ++group) {
       for (int word = 0; word < kWords; ++word) {
         const int number = word / 2 + word % 2 * kLanes;
         orders[group][2 * word + 1] = static_cast<uint8_t>(number / 8 * 16 + group * 8 + number % 8);
       }
       order[group] = _mm512_load_si512(orders[group]);
-      const __m512 own = (__m512)load(given + group * kLanes);
-      for (int part = 0; part < 2; ++part)
-        scales[group][part] = (VecF)_mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(kLanes / 2 * part)), own);
+      for (int part = 0; part < 2; ++part) scales[group][part] = twice(load(given + group * kLanes), part);
     }
   }
   [[gnu::always_inline]] void all(const void* from, VecW (&weights)[4]) const {
@@ -89,7 +86,8 @@ struct Fp8ByColumns {
 
 bool have_one_scale(const float* scales) {
   const __m512i first = _mm512_set1_epi32(*reinterpret_cast<const int*>(scales));
-  return (_mm512_cmpneq_epi32_mask(first, _mm512_loadu_si512(scales)) | _mm512_cmpneq_epi32_mask(first, _mm512_loadu_si512(scales + kLanes))) == 0;
+  const __mmask16 others = _mm512_cmpneq_epi32_mask(first, _mm512_loadu_si512(scales));
+  return (others | _mm512_cmpneq_epi32_mask(first, _mm512_loadu_si512(scales + kLanes))) == 0;
 }
 
 struct BlockOfTables {

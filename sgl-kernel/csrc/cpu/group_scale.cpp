@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "clones.h"
+#include "gemm.h"
 
 namespace sgl_batch {
 namespace {
@@ -40,10 +41,7 @@ SGL_BATCH_CLONES ScaleBounds scale_bounds(const ScaledGroup& group, int count) {
 
 SGL_BATCH_CLONES bool scale_gives_all(const ScaledGroup& group, float scale) {
   uint32_t wrong = 0;
-  for (int i = 0; i < group.count; ++i) {
-    const auto exact = __builtin_bit_cast(uint32_t, group.times[i] * scale);
-    wrong |= ((exact + 0x7fffu + (exact >> 16 & 1u)) & 0xffff0000u) ^ group.magnitudes[i];
-  }
+  for (int i = 0; i < group.count; ++i) wrong |= number_to_bf16(group.times[i] * scale) << 16 ^ group.magnitudes[i];
   return wrong == 0;
 }
 

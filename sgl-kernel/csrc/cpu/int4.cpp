@@ -97,22 +97,17 @@ struct Place {
   int shift;
 };
 
-uint32_t rounded(float exact) {
-  const auto bits = __builtin_bit_cast(uint32_t, exact);
-  return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-}
-
 SGL_BATCH_CLONES void widen_nibbles(const uint8_t* __restrict pairs, float lack, float scale, int64_t count, uint32_t* __restrict to) {
   for (int64_t i = 0; i < count; ++i) {
     const int32_t pair = pairs[i];
-    const uint32_t even = rounded((static_cast<float>(pair & 15) - lack) * scale);
-    to[i] = even | rounded((static_cast<float>(pair >> 4) - lack) * scale) << 16;
+    const uint32_t even = number_to_bf16((static_cast<float>(pair & 15) - lack) * scale);
+    to[i] = even | number_to_bf16((static_cast<float>(pair >> 4) - lack) * scale) << 16;
   }
 }
 
 SGL_BATCH_CLONES void widen_bytes(const uint8_t* __restrict integers, float lack, float scale, int64_t count, uint16_t* __restrict to) {
   for (int64_t i = 0; i < count; ++i)
-    to[i] = static_cast<uint16_t>(rounded((static_cast<float>(static_cast<int32_t>(integers[i])) - lack) * scale));
+    to[i] = static_cast<uint16_t>(number_to_bf16((static_cast<float>(static_cast<int32_t>(integers[i])) - lack) * scale));
 }
 
 }  // namespace

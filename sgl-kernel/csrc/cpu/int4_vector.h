@@ -22,14 +22,12 @@ struct Int4Scales {
   Int4Scales() = default;
   explicit Int4Scales(const uint32_t* words) {
 #if SGL_BATCH_LANES == 16
-    const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     for (int half = 0; half < 2; ++half) {
       const VecU own = *reinterpret_cast<const VecUU*>(words + half * kLanes);
       const VecF scale = (VecF)(own & kInt4Scale), zero = __builtin_convertvector((VecI)(own & kInt4Zero), VecF);
       for (int part = 0; part < kParts; ++part) {
-        const __m512i lanes = _mm512_add_epi32(twice, _mm512_set1_epi32(kLanes / 2 * part));
-        scales[half][part] = (VecF)_mm512_permutexvar_ps(lanes, (__m512)scale);
-        addends[half][part] = (VecF)_mm512_permutexvar_ps(lanes, (__m512)(-scale * (zero + kInt4Beside[part])));
+        scales[half][part] = twice(scale, part);
+        addends[half][part] = twice(-scale * (zero + kInt4Beside[part]), part);
       }
     }
 #else
