@@ -110,6 +110,7 @@ def test_tokens_are_those_of_the_floats_of_each_checkpoint_that_is_loaded(
         ("fp8-blocks", "qwen3-moe-dense-layers", 36),
         ("fp8-rows", "mistral", 33),
         ("fp8-whole", "kimi-k2", 36),
+        ("int8-rows", "mistral", 33),
     ],
 )
 def test_matrices_in_bfloat16_stay_in_4_or_8_bits_without_loss(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 from typing import NoReturn
@@ -22,7 +22,8 @@ WORD_BITS = 32
 MOST_FOUR_BITS = 4
 """Of the integers that a CPU keeps in 4 bits."""
 _E4M3 = "F8_E4M3"
-_EIGHT_BITS = (_E4M3, "F8_E5M2", "I8")
+_INT8 = "I8"
+_EIGHT_BITS = (_E4M3, "F8_E5M2", _INT8)
 # Matrices that an engine keeps in one form: their names, a name for them together, and whether it puts them side by
 # side for one product. These are the experts of a layer, the matrices of an MLP, and those that attention begins with.
 _KEPT_ALIKE = (
@@ -45,11 +46,13 @@ class GroupedBits:
         bits: Of a number: 4 or 8.
         group: How many neighbours share a scale.
         scale_bytes: Of a scale.
+        is_int8: Whether numbers of 8 bits are integers, not floats.
     """
 
     bits: int
     group: int
     scale_bytes: int
+    is_int8: bool = False
 
     def num_bytes(self, count: int) -> int:
         """Return the bytes of so many numbers, whole groups."""
@@ -57,13 +60,16 @@ class GroupedBits:
 
     def is_like(self, other: GroupedBits) -> bool:
         """Return whether the forms differ in the size of groups at most."""
-        return (self.bits, self.scale_bytes) == (other.bits, other.scale_bytes)
+        return replace(self, group=other.group) == other
 
 
 MXFP4_BITS = GroupedBits(bits=4, group=MXFP4_BLOCK, scale_bytes=1)
-# Integers whose zero point is in the scale's word, and numbers of e4m3. Larger groups are several of these.
+# Integers whose zero point is in the scale's word, numbers of e4m3, and integers without a zero point. Larger groups are
+# several of these.
 INTEGER_BITS = tuple(GroupedBits(bits=4, group=group, scale_bytes=4) for group in (128, 64, 32))
 FP8_BITS = tuple(GroupedBits(bits=8, group=group, scale_bytes=4) for group in (128, 32))
+INT8_BITS = tuple(replace(one, is_int8=True) for one in FP8_BITS)
+_KEPT_IN_8_BITS = {_E4M3: FP8_BITS, _INT8: INT8_BITS}
 
 
 class Kind(StrEnum):
@@ -135,10 +141,11 @@ class QuantisedMatrix:
         if self.kind is Kind.MXFP4:
             forms = (MXFP4_BITS,)
         elif self.kind is Kind.SCALED:
-            is_e4m3 = self.parts[".weight"].dtype == _E4M3 and ".weight_zero_point" not in self.parts
-            forms = FP8_BITS if is_e4m3 else ()
-        elif 0 < self.bits <= MOST_FOUR_BITS and not form.reordered and ".weight_g_idx" not in self.parts:
-            forms = INTEGER_BITS
+            if ".weight_zero_point" not in self.parts:
+                forms = _KEPT_IN_8_BITS.get(self.parts[".weight"].dtype, ())
+        elif not form.reordered and ".weight_g_idx" not in self.parts:
+            has_zeros = not form.symmetric if self.kind is Kind.GPTQ else ".weight_zero_point" in self.parts
+            forms = INTEGER_BITS if self.bits <= MOST_FOUR_BITS else () if has_zeros else INT8_BITS
         sharing = self._num_sharing(form.block)
         return next((one for one in forms if self.inputs % one.group == sharing % one.group == 0), None)
 

@@ -28,6 +28,7 @@ class QuantisedForm:
         zero_lack: What is added to GPTQ's stored zero points.
         integers: Of packed integers, by group of layers: bits, and how many inputs share a scale; None for all of a
             row. GPTQ and AWQ have one such group; the tensors' shapes say the same.
+        symmetric: Whether the zero points of integers are all half of what their bits count, as far as the config says.
         reordered: Whether inputs that share a scale need not be neighbours (GPTQ's desc_act).
         has_e4m3: Whether matrices of 8 bits are floats of e4m3, as far as the config says. The tensors say the same.
     """
@@ -36,6 +37,7 @@ class QuantisedForm:
     block: tuple[int, int] | None = None
     zero_lack: int = 0
     integers: tuple[tuple[int, int | None], ...] = ()
+    symmetric: bool = False
     reordered: bool = False
     has_e4m3: bool = False
 
@@ -77,6 +79,7 @@ def _gptq(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
         method=method,
         zero_lack=_GPTQ_LAYOUTS[layout],
         integers=((int(bits), _group_size(asked)),),
+        symmetric=bool(asked.get("sym")),
         reordered=bool(asked.get("desc_act")),
     )
 
@@ -103,18 +106,25 @@ def _compressed(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
         raise QuantisedFormError(f"{method} of sparse weights")
     if (asked.get("transform_config") or {}).get("config_groups"):
         raise QuantisedFormError(f"{method} of weights that are rotated (transform_config)")
-    integers, blocks, has_e4m3 = [], set(), False
+    integers, blocks, has_e4m3, symmetric = [], set(), False, True
     for one in (group["weights"] for group in groups):
         if one.get("strategy") == "block":
             blocks.add(_pair(one["block_structure"]))
         if one.get("type") == "int":
             integers.append((int(one["num_bits"]), _group_size(one)))
+            symmetric &= bool(one.get("symmetric"))
         elif one.get("type") == "float":
             has_e4m3 = True
     if len(blocks) > 1:
         raise QuantisedFormError(f"{method} of blocks of several sizes")
     block = next(iter(blocks), None)
-    return QuantisedForm(method=method, block=block, integers=tuple(integers), has_e4m3=has_e4m3)
+    return QuantisedForm(
+        method=method,
+        block=block,
+        integers=tuple(integers),
+        symmetric=bool(integers) and symmetric,
+        has_e4m3=has_e4m3,
+    )
 
 
 def _group_size(asked: Mapping[str, Any]) -> int | None:

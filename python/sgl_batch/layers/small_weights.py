@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from sgl_batch.checkpoint.quantised import FP8_BITS, INTEGER_BITS, MXFP4_BITS, GroupedBits
+from sgl_batch.checkpoint.quantised import FP8_BITS, INT8_BITS, INTEGER_BITS, MXFP4_BITS, GroupedBits
 from sgl_batch.memory.huge_pages import prefer_huge_pages
 
 MakeTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -67,6 +67,7 @@ GROUPED_FORMS = (
     GroupedForm(MXFP4_BITS, torch.uint8, "fp4", tells_inputs=True),
     *(GroupedForm(bits, torch.int32, "int4") for bits in INTEGER_BITS),
     *(GroupedForm(bits, torch.float8_e4m3fn, "fp8") for bits in FP8_BITS),
+    *(GroupedForm(bits, torch.int16, "int8_groups") for bits in INT8_BITS),
 )
 """In the order in which they are tried: the smallest first."""
 

@@ -36,10 +36,11 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 # Dummy weights are no larger than SGLang's.
 _DUMMY_POWER = _E8M0_BIAS - 12
-_DUMMY_SCALES = (2.0**-11, 1.25 * 2.0**-11)
+_DUMMY_LARGEST = (2.0**-8, 1.25 * 2.0**-8)
 _DUMMY_FP8_SCALES = (2.0**-17, 1.25 * 2.0**-17)
 # Of e4m3, without its sign; and the inputs that share a scale where scales are not of blocks.
 _E4M3_NAN, _DUMMY_FP8_GROUP = 0x7F, 128
+_BYTE_BITS = 8
 # Of the integers that stay in their words until they are floats.
 _WORD_INTEGER_BITS = 4
 # AWQ's words hold the integers of eight neighbouring outputs in this order.
@@ -106,7 +107,7 @@ class Dequantised:
             return out.transpose(1, 2)
         out = self._scratch.tensor(matrix.shape, self._dtype)
         if matrix.kind is Kind.SCALED:
-            if _widen_fp8(parts, self._form.block, out):
+            if _widen_scaled(parts, self._form.block, out):
                 return out
             of_rows = _scaled(parts, self._form.block)
         else:
@@ -138,10 +139,10 @@ def draw_numbers(form: QuantisedForm, out: Tensor) -> None:
         shape = *out.shape[:2], inputs // MXFP4_BLOCK
         blocks = torch.randint(0, 256, (*shape, MXFP4_BLOCK // 2), dtype=torch.uint8)
         mxfp4_floats(blocks, torch.full(shape, _DUMMY_POWER, dtype=torch.uint8), out)
-    elif form.integers and not form.reordered and all(bits <= MOST_FOUR_BITS for bits, _ in form.integers):
-        scales = _in_turn(_DUMMY_SCALES, form.integers[0][1] or inputs, out)
+    elif form.integers and not form.reordered and (half := _half_of_dummies(form)) is not None:
+        scales = _in_turn(tuple(scale / half for scale in _DUMMY_LARGEST), form.integers[0][1] or inputs, out)
         for expert in out:
-            expert.copy_(torch.randint(-8, 8, expert.shape, dtype=torch.int8)).mul_(scales)
+            expert.copy_(torch.randint(-half, half, expert.shape, dtype=torch.int8)).mul_(scales)
     elif form.has_e4m3 and not form.integers:
         scales = _in_turn(_DUMMY_FP8_SCALES, _DUMMY_FP8_GROUP if form.block is None else form.block[1], out)
         for expert in out:
@@ -150,7 +151,14 @@ def draw_numbers(form: QuantisedForm, out: Tensor) -> None:
             expert.copy_(codes.view(torch.float8_e4m3fn)).mul_(scales)
 
 
-def _in_turn(scales: tuple[float, float], group: int, out: Tensor) -> Tensor:
+def _half_of_dummies(form: QuantisedForm) -> int | None:
+    """Return half of how many integers a form has; None where they do not stay in 4 or in 8 bits."""
+    if all(bits <= MOST_FOUR_BITS for bits, _ in form.integers):
+        return 8
+    return 128 if form.symmetric and all(bits == _BYTE_BITS for bits, _ in form.integers) else None
+
+
+def _in_turn(scales: tuple[float, ...], group: int, out: Tensor) -> Tensor:
     """Return a scale for each input of matrices `out`: neighbouring groups have two, and do not fit in a larger one."""
     groups = torch.arange(out.shape[2]) // group
     return torch.where(groups % 2 == 0, *scales).to(out.dtype)
@@ -216,14 +224,21 @@ def _widen_plainly(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
         out[expert] = own.flatten(1)
 
 
-def _widen_fp8(parts: Parts, block: tuple[int, int] | None, out: Tensor) -> bool:
-    """Write a matrix of e4m3 to `out` [outputs, inputs] by the native kernels; return False if they do not take it."""
-    kernels, weight = native_kernels(), parts[".weight"]
-    if kernels is None or out.dtype != torch.bfloat16 or weight.dtype != torch.float8_e4m3fn or len(parts) != 2:
+def _widen_scaled(parts: Parts, block: tuple[int, int] | None, out: Tensor) -> bool:
+    """Write a matrix of 8 bits to `out` [outputs, inputs] by the native kernels; return False if they do not take it."""
+    kernels, weight, zeros = native_kernels(), parts[".weight"].contiguous(), parts.get(".weight_zero_point")
+    if kernels is None or out.dtype != torch.bfloat16:
         return False
     scale = next(part for end, part in parts.items() if "scale" in end).float()
-    own = _block_of(scale, weight.shape, block)
-    kernels.widen_fp8_(weight.contiguous(), scale.reshape(-1, -(-weight.shape[1] // own[1])).contiguous(), *own, out)
+    own, (rows, columns) = _block_of(scale, weight.shape, block), weight.shape
+    if weight.dtype == torch.float8_e4m3fn and zeros is None:
+        kernels.widen_fp8_(weight, scale.reshape(-1, -(-columns // own[1])).contiguous(), *own, out)
+        return True
+    if weight.dtype != torch.int8 or own[1] != columns or columns % 2 != 0:
+        return False
+    lack = torch.zeros(1) if zeros is None else zeros.float()
+    of_rows = [one.reshape(-1, 1).expand(rows, 1).contiguous() for one in (lack, scale)]
+    kernels.widen_integers_(weight, *of_rows, out)
     return True
 
 

@@ -58,8 +58,11 @@ void round_to_int8(const at::Tensor& weight, at::Tensor rounded, at::Tensor scal
   auto* to = rounded.data_ptr<int8_t>();
   auto *exact = scratch.data_ptr<float>(), *scale = scales.data_ptr<float>();
   run_tasks(divide_up(rows, kPanel), [&](int64_t panel, int thread) {
-    for (int64_t row = panel * kPanel; row < std::min((panel + 1) * kPanel, rows); ++row)
-      scale[row] = round_row(from + row * k * static_cast<int64_t>(size_of(dtype)), dtype, k, exact + thread * k, to + row * k);
+    for (int64_t row = panel * kPanel; row < std::min((panel + 1) * kPanel, rows); ++row) {
+      const char* const own = from + row * k * static_cast<int64_t>(size_of(dtype));
+      scale[row] = dtype == DType::kBf16 ? integers_of_row(reinterpret_cast<const uint16_t*>(own), k, to + row * k) : 0.0f;
+      if (scale[row] == 0.0f) scale[row] = round_row(own, dtype, k, exact + thread * k, to + row * k);
+    }
   });
 }
 
@@ -131,8 +134,7 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   check(w13, 3, "w13");
   check(w2, 3, "w2");
   const int64_t tokens = x.size(0), hidden = x.size(1), num_slots = w13.size(0);
-  const bool has_scales_beside = w13.scalar_type() == at::kInt || w13.scalar_type() == at::kFloat8_e4m3fn;
-  const int64_t inter = has_scales_beside ? w13.size(1) / 2 : inputs_of(w2, w2.size(2));
+  const int64_t inter = has_scales_beside(w13) ? w13.size(1) / 2 : inputs_of(w2, w2.size(2));
   TORCH_CHECK(w13.size(1) == 2 * inter, "w13 is ", w13.sizes(), ", not [", num_slots, ", ", 2 * inter, ", ", hidden, "]");
   TORCH_CHECK(w2.size(0) == num_slots && w2.size(1) == hidden, "w2 is ", w2.sizes(), ", not [", num_slots, ", ", hidden,
               ", ", inter, "]");

@@ -30,11 +30,12 @@ void widen_integers(const at::Tensor& integers, const at::Tensor& lacks, const a
   check(scales, 2, "scales");
   check(out, 2, "out");
   const int64_t rows = out.size(0), k = out.size(1), across = scales.size(1);
-  const bool in_words = integers.scalar_type() == at::kInt;
-  TORCH_CHECK(integers.dim() == 2 && (in_words || (integers.scalar_type() == at::kByte && integers.is_contiguous())) &&
+  const bool in_words = integers.scalar_type() == at::kInt, has_sign = integers.scalar_type() == at::kChar;
+  const bool in_bytes = (has_sign || integers.scalar_type() == at::kByte) && integers.is_contiguous();
+  TORCH_CHECK(integers.dim() == 2 && (in_words || in_bytes) &&
                   integers.size(0) == rows && integers.size(1) * (in_words ? kWordIntegers : 1) == k,
               "integers are ", integers.scalar_type(), integers.sizes(), " for ", out.sizes(), "; use int32 [", rows, ", ", k, " / ",
-              kWordIntegers, "] or contiguous uint8 [", rows, ", ", k, "]");
+              kWordIntegers, "] or contiguous uint8 or int8 [", rows, ", ", k, "]");
   TORCH_CHECK(out.scalar_type() == at::kBFloat16 && across > 0 && k % (2 * across) == 0, "out is ", out.scalar_type(), out.sizes(),
               "; use bfloat16 of ", across, " groups of an even size");
   for (const auto& [tensor, name] : {std::pair(lacks, "lacks"), std::pair(scales, "scales")})
@@ -46,6 +47,10 @@ void widen_integers(const at::Tensor& integers, const at::Tensor& lacks, const a
     std::vector<uint32_t> words(in_words ? static_cast<size_t>(integers.size(1)) : 0);
     for (int64_t row = task * kPanel; row < std::min((task + 1) * kPanel, rows); ++row) {
       const WideGroups groups{of_lacks + row * across, of_scales + row * across, k / across};
+      if (has_sign) {
+        widen_byte_row(static_cast<const int8_t*>(integers.data_ptr()) + row * k, groups, k, to + row * k);
+        continue;
+      }
       if (!in_words) {
         widen_byte_row(static_cast<const uint8_t*>(integers.data_ptr()) + row * k, groups, k, to + row * k);
         continue;

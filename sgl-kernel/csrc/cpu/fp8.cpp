@@ -51,51 +51,9 @@ SGL_BATCH_CLONES void put_codes(const ScaledGroup& group, uint8_t* __restrict co
   }
 }
 
-// Outputs' groups of the same k.
-struct Outputs {
-  ScaledGroup* begin() const { return groups; }
-  ScaledGroup* end() const { return groups + count; }
-  // Whether all hold.
-  template <typename Holds>
-  bool all(const Holds& holds) const {
-    return std::all_of(begin(), end(), holds);
-  }
-
-  ScaledGroup* groups;
-  int64_t count;
-};
-
-// The scale near the middle of the bounds that gives all numbers, or 0. There may be one alone, and bounds are rounded.
-float scale_between(const Outputs& outputs, const ScaleBounds& bounds) {
-  constexpr int64_t kMostSteps = 8;
-  const auto width = static_cast<int64_t>(bounds.most) - static_cast<int64_t>(bounds.least);
-  if (width < -kMostSteps) return 0.0f;
-  const int64_t middle = bounds.least + width / 2;
-  for (int64_t step = 0; step <= kMostSteps; ++step)
-    for (const int64_t bits : {middle + step, middle - step}) {
-      const float scale = __builtin_bit_cast(float, static_cast<uint32_t>(bits));
-      if (outputs.all([scale](const ScaledGroup& group) { return scale_gives_all(group, scale); })) return scale;
-    }
-  return 0.0f;
-}
-
-// The scale that gives all numbers, or 0. A multiple's fraction alone decides between which scales it is rounded to its number, and
-// there are eight, which the first output has most often: then its scale does for all.
-float scale_of(const Outputs& outputs) {
-  ScaleBounds bounds = scale_bounds(*outputs.begin(), outputs.begin()->count);
-  const float first = scale_between({outputs.begin(), 1}, bounds);
-  if (first == 0.0f) return 0.0f;
-  if (outputs.all([first](const ScaledGroup& group) { return scale_gives_all(group, first); })) return first;
-  for (const ScaledGroup& group : outputs) {
-    const ScaleBounds own = scale_bounds(group, group.count);
-    bounds = {std::max(bounds.least, own.least), std::min(bounds.most, own.most)};
-  }
-  return scale_between(outputs, bounds);
-}
-
 // Finds the multiples of one scale for all outputs, of whose numbers `largest` is the largest magnitude. Returns the scale, or 0
 // where there is none.
-float find_multiples(const Outputs& outputs, uint16_t largest) {
+float find_multiples(const ScaledGroups& outputs, uint16_t largest) {
   if (largest == 0) {
     for (ScaledGroup& group : outputs) std::fill_n(group.times, group.count, 0.0f);
     return 1.0f;

@@ -5,7 +5,7 @@
 //   bf16: [K / 2][w][2]   a pair of neighbouring k for each column, as bf16 dot-product instructions want it
 //   int8: [K / 2][w][2]   likewise; it is widened to bf16, which holds it exactly, before it meets rows or as it does
 //   f32:  [K][w]
-//   fp4, int4, fp8: see fp4.h, int4.h and fp8.h; they are taken to bf16 before they meet rows or as they do
+//   fp4, int4, fp8, int8 in groups: see fp4.h, int4.h, fp8.h and int8_groups.h; they are taken to bf16 before they meet rows or as they do
 // with w = min(kPanel, N - p * kPanel), so that a packed matrix has exactly the size of the plain one.
 //
 // Rows of activations lie as they are: bf16 where Isa::bf16_pairs and the weight is bf16, otherwise f32. Kernels that have
@@ -33,8 +33,9 @@ constexpr int64_t kTilesWithoutParts = 2;  // so few tiles read a panel too rare
 // How far apart rows of so many bytes should begin, so that the caches have room for those of a tile.
 inline int64_t row_stride(int64_t bytes) { return bytes % kWayBytes == 0 ? bytes + kLineBytes : bytes; }
 
-// Integers of four bits have a scale for each 32, 64 or 128, floats of eight bits for each 32 or 128.
-enum class DType { kBf16, kF32, kI8, kFp4, kInt4By32, kInt4By64, kInt4By128, kFp8By32, kFp8By128 };
+// Integers of four bits have a scale for each 32, 64 or 128, floats and integers of eight bits for each 32 or 128; those of kI8 have
+// one for each output, beside them.
+enum class DType { kBf16, kF32, kI8, kFp4, kInt4By32, kInt4By64, kInt4By128, kFp8By32, kFp8By128, kInt8By32, kInt8By128 };
 
 // Of a number; those that share scales have none, see packed_bytes.
 inline size_t size_of(DType dtype) { return dtype == DType::kI8 ? 1 : dtype == DType::kBf16 ? 2 : dtype == DType::kF32 ? 4 : 0; }
@@ -46,8 +47,10 @@ constexpr int64_t packed_bytes(DType dtype, int64_t count) {
     case DType::kInt4By32: return count / 32 * 20;
     case DType::kInt4By64: return count / 64 * 36;
     case DType::kInt4By128: return count / 128 * 68;
-    case DType::kFp8By32: return count / 32 * 36;
-    case DType::kFp8By128: return count / 128 * 132;
+    case DType::kFp8By32:
+    case DType::kInt8By32: return count / 32 * 36;
+    case DType::kFp8By128:
+    case DType::kInt8By128: return count / 128 * 132;
     case DType::kI8: return count;
     case DType::kBf16: return count * 2;
     case DType::kF32: return count * 4;
@@ -109,7 +112,7 @@ struct Tile {
   bool add;
   Ahead ahead;
   int64_t a_block = 0;  // bytes from one line of a row to the next; 0: they follow one another
-  uint32_t base = 0;         // of a coded panel, or the group of one of int4 or fp8
+  uint32_t base = 0;         // of a coded panel, or the group of one of int4, fp8 or int8
   void* kept = nullptr;  // where a panel's numbers go for TileKernel::run_kept, or null
 };
 using TileFn = void (*)(const Tile& tile);
@@ -139,6 +142,7 @@ struct TileKernel {
   TileFn run_fp4;     // takes panels of fp4 as they lie; null where they are decoded before
   TileFn run_int4;    // takes panels of int4 likewise
   TileFn run_fp8;     // takes panels of fp8 likewise
+  TileFn run_int8_groups;  // takes panels of int8 in groups likewise
   TileFn run_kept;    // takes what another tile kept of a panel; null where tiles keep nothing. See Isa::row_dtype
   TileFn run_kept_half;  // the same as run_half; null where there is none
   TileCut cut;
@@ -167,8 +171,8 @@ using DecodeFn = void (*)(const void* blocks, int64_t count, uint32_t base, uint
 using DecodeFp4Fn = void (*)(const uint8_t* powers, const void* words, int64_t blocks, uint16_t* to);
 // Some k of a panel of int4, whose scales and words begin there, to numbers of bf16; see int4_vector.h.
 using DecodeInt4Fn = void (*)(const uint32_t* scales, const void* words, int64_t k, int64_t group, uint16_t* to);
-// Some k of a panel of fp8 likewise; see fp8_vector.h.
-using DecodeFp8Fn = void (*)(const float* scales, const void* words, int64_t k, int64_t group, uint16_t* to);
+// Some k of a panel of fp8, or of int8, likewise; see fp8_vector.h and int8_groups_vector.h.
+using DecodeScaledFn = void (*)(const float* scales, const void* words, int64_t k, int64_t group, uint16_t* to);
 // Rows of kPanel f32, `c_stride` apart, times `scales`, column by column.
 using ScaleColumnsFn = void (*)(float* c, int64_t c_stride, int rows, const float* scales);
 
@@ -272,7 +276,8 @@ struct Isa {
   DecodeFn decode;
   DecodeFp4Fn decode_fp4;
   DecodeInt4Fn decode_int4;
-  DecodeFp8Fn decode_fp8;
+  DecodeScaledFn decode_fp8;
+  DecodeScaledFn decode_int8_groups;
   ScaleColumnsFn scale_columns;
   ChooseFn choose;
   TransposeWordsFn transpose_words;
@@ -301,7 +306,7 @@ extern const TileKernel kAmxBf16Tile;
 // What AVX512-VBMI adds: tables of bytes, by which panels of fp8 are taken to bf16.
 struct Fp8Tables {
   TileFn run, run_widened;  // for rows of bf16 and of f32
-  DecodeFp8Fn decode;
+  DecodeScaledFn decode;
 };
 extern const Fp8Tables kFp8Avx512Vbmi;
 #endif

@@ -11,6 +11,7 @@
 #include "fp4.h"
 #include "fp8.h"
 #include "int4.h"
+#include "int8_groups.h"
 
 namespace sgl_batch {
 namespace {
@@ -84,7 +85,7 @@ struct PanelFp4 {
   const uint8_t* words;
 };
 
-// Likewise. Groups of int4 and of fp8 have whole blocks.
+// Likewise. Groups of int4, of fp8 and of int8 have whole blocks.
 struct OfInt4 {
   using Scale = uint32_t;
   static constexpr int64_t kBlockBytes = kPanel * kInt4BlockK / 2;
@@ -99,6 +100,14 @@ struct OfFp8 {
   static_assert(kSteps * 2 == kFp8BlockK);
   static void decode(const Scale* scales, const void* words, uint16_t* to) {
     kFp8Avx512Vbmi.decode(scales, words, kFp8BlockK, kFp8BlockK, to);  // which all processors with AMX have
+  }
+};
+struct OfInt8 {
+  using Scale = float;
+  static constexpr int64_t kBlockBytes = kPanel * kInt8BlockK;
+  static_assert(kSteps * 2 == kInt8BlockK);
+  static void decode(const Scale* scales, const void* words, uint16_t* to) {
+    kAvx512Bf16.decode_int8_groups(scales, words, kInt8BlockK, kInt8BlockK, to);
   }
 };
 template <typename Of>
@@ -217,6 +226,7 @@ constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_fp4 = run<PanelFp4>,
                                         .run_int4 = run<PanelGrouped<OfInt4>>,
                                         .run_fp8 = run<PanelGrouped<OfFp8>>,
+                                        .run_int8_groups = run<PanelGrouped<OfInt8>>,
                                         .run_kept = nullptr,
                                         .run_kept_half = nullptr,
                                         .cut = kCut,

@@ -32,13 +32,15 @@ template <int M>
 struct TileInt4Widened : TileGrouped<CodedWidened, PanelOfInt4, M> {};
 template <int M>
 struct TileFp8Widened : TileGrouped<CodedWidened, PanelOfFp8, M> {};
+template <int M>
+struct TileInt8Widened : TileGrouped<CodedWidened, PanelOfInt8, M> {};
 
 }  // namespace
 
 constinit const Isa kAvx512 =
     isa_with("avx512", false,
              widening_kernel(by_rows<TileCodedWidened, kRows>, by_rows<TileFp4Widened, kRows>, by_rows<TileInt4Widened, kRows>,
-                             by_rows<TileFp8Widened, kRows>),
+                             by_rows<TileFp8Widened, kRows>, by_rows<TileInt8Widened, kRows>),
              coarse_softmax_step<F32Weights>);
 }  // namespace sgl_batch
 #endif

@@ -70,6 +70,8 @@ template <int M>
 struct TileFp4Pairs : TileGrouped<CodedPairs, PanelOfFp4, M> {};
 template <int M>
 struct TileInt4Pairs : TileGrouped<CodedPairs, PanelOfInt4, M> {};
+template <int M>
+struct TileInt8Pairs : TileGrouped<CodedPairs, PanelOfInt8, M> {};
 // Weights of a softmax as pairs.
 struct Bf16Weights {
   using Number = uint16_t;
@@ -95,7 +97,7 @@ constinit const Isa kAvx512Bf16 =
     isa_with("avx512_bf16", true,
              kernel_of(by_rows<TileBf16Pairs, kRows>, by_rows<TileI8Pairs, kRows>, by_rows<TileHalfPairs, kRows>,
                        by_rows<TileBf16Pairs, kRows>, by_rows<TileCodedPairs, kRows>, by_rows<TileBf16Pairs, kRows>, nullptr,
-                       by_rows<TileFp4Pairs, kRows>, by_rows<TileInt4Pairs, kRows>),
+                       by_rows<TileFp4Pairs, kRows>, by_rows<TileInt4Pairs, kRows>, nullptr, by_rows<TileInt8Pairs, kRows>),
              coarse_softmax_step<Bf16Weights>);
 }  // namespace sgl_batch
 #endif

@@ -8,6 +8,7 @@
 #include "fp8_vector.h"
 #include "gemm.h"
 #include "int4_vector.h"
+#include "int8_groups_vector.h"
 #include "norm_rope_vector.h"
 #include "page_rows_vector.h"
 #include "rows_vector.h"
@@ -224,7 +225,8 @@ void by_rows(const Tile& tile, Others... others) {
 
 constexpr TileKernel kernel_of(TileFn run, TileFn run_i8 = nullptr, TileFn run_half = nullptr, TwoPanelsFn run_two = nullptr,
                                TileFn run_coded = nullptr, TileFn run_kept = nullptr, TileFn run_kept_half = nullptr,
-                               TileFn run_fp4 = nullptr, TileFn run_int4 = nullptr, TileFn run_fp8 = nullptr) {
+                               TileFn run_fp4 = nullptr, TileFn run_int4 = nullptr, TileFn run_fp8 = nullptr,
+                               TileFn run_int8_groups = nullptr) {
   return {.run = run,
           .run_i8 = run_i8,
           .run_half = run_half,
@@ -233,6 +235,7 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8 = nullptr, TileFn run_h
           .run_fp4 = run_fp4,
           .run_int4 = run_int4,
           .run_fp8 = run_fp8,
+          .run_int8_groups = run_int8_groups,
           .run_kept = run_kept,
           .run_kept_half = run_kept_half,
           .cut = {.max_rows = kRows},
@@ -242,9 +245,10 @@ constexpr TileKernel kernel_of(TileFn run, TileFn run_i8 = nullptr, TileFn run_h
 
 // Tiles whose rows are f32: weights are widened in registers.
 constexpr TileKernel widening_kernel(TileFn run_coded = nullptr, TileFn run_fp4 = nullptr, TileFn run_int4 = nullptr,
-                                     TileFn run_fp8 = nullptr) {
+                                     TileFn run_fp8 = nullptr, TileFn run_int8_groups = nullptr) {
   return kernel_of(by_rows<TileBf16, kRows>, by_rows<TileI8, kRows>, by_rows<TileHalfBf16, kRows>, by_rows<TileBf16, kRows>,
-                   run_coded, by_rows<TileKept, kRows>, by_rows<TileHalfKept, kRows>, run_fp4, run_int4, run_fp8);
+                   run_coded, by_rows<TileKept, kRows>, by_rows<TileHalfKept, kRows>, run_fp4, run_int4, run_fp8,
+                   run_int8_groups);
 }
 
 // Everything but the tiles for pairs is the same for all instruction sets.
@@ -267,6 +271,7 @@ constexpr Isa isa_with(const char* name, bool bf16_pairs, const TileKernel& tile
       .decode_fp4 = decode_fp4,
       .decode_int4 = decode_int4,
       .decode_fp8 = decode_fp8,
+      .decode_int8_groups = decode_int8_groups,
       .scale_columns = scale_columns,
       .choose = choose,
       .transpose_words = transpose_words,

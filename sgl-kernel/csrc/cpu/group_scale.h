@@ -1,7 +1,8 @@
 // Owns finding the one scale of a group of an output's numbers: which numbers of bf16 are its multiples, rounded. The forms say
-// which multiples there are, see int4.h and fp8.h.
+// which multiples there are, see int4.h, fp8.h and int8_groups.h.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace sgl_batch {
@@ -22,6 +23,20 @@ struct ScaleBounds {
   uint32_t least, most;
 };
 
+// Groups that are to have one scale, at least one.
+struct ScaledGroups {
+  ScaledGroup* begin() const { return groups; }
+  ScaledGroup* end() const { return groups + count; }
+  // Whether all hold.
+  template <typename Holds>
+  bool all(const Holds& holds) const {
+    return std::all_of(begin(), end(), holds);
+  }
+
+  ScaledGroup* groups;
+  int64_t count;
+};
+
 // Splits the numbers; returns the largest magnitude as bf16.
 uint16_t split_group(const uint16_t* from, ScaledGroup& group);
 
@@ -30,5 +45,8 @@ ScaleBounds scale_bounds(const ScaledGroup& group, int count);
 
 // Whether the multiples, rounded to f32 and then to bf16, are the numbers.
 bool scale_gives_all(const ScaledGroup& group, float scale);
+
+// The scale that gives all numbers, or 0 where there is none: any of f32.
+float scale_of(const ScaledGroups& groups);
 
 }  // namespace sgl_batch

@@ -1,4 +1,5 @@
-// Owns the tile for AVX512 that takes a panel of numbers that share scales to bf16 as it multiplies, see fp4.h, int4.h and fp8.h.
+// Owns the tile for AVX512 that takes a panel of numbers that share scales to bf16 as it multiplies, see fp4.h, int4.h,
+// fp8.h and int8_groups.h.
 // For the files of these kernels, each of which says how rows meet its numbers, as coded_tile_avx512.h has it.
 #pragma once
 
@@ -82,6 +83,14 @@ struct BlockOfFp8 {
 };
 constexpr int64_t kFp8Lines = kGroupedWordK * kPanel / kLineBytes;
 using PanelOfFp8 = PanelOfScaled<float, kFp8Lines, BlockOfFp8>;
+
+struct BlockOfInt8 {
+  template <typename Each>
+  [[gnu::always_inline]] static void call(const float* scales, const Each& each) {
+    each(Int8Scales(scales));
+  }
+};
+using PanelOfInt8 = PanelOfScaled<float, kGroupedWordK * kPanel / kLineBytes, BlockOfInt8>;
 
 // Where the next panel is not asked for, the core brings a panel's lines by itself, but none beyond the page that it reads:
 // lines are asked for so far ahead.

@@ -105,9 +105,23 @@ SGL_BATCH_CLONES void widen_nibbles(const uint8_t* __restrict pairs, float lack,
   }
 }
 
-SGL_BATCH_CLONES void widen_bytes(const uint8_t* __restrict integers, float lack, float scale, int64_t count, uint16_t* __restrict to) {
+template <typename Byte>
+inline __attribute__((always_inline)) void widen(const Byte* __restrict integers, float lack, float scale, int64_t count,
+                                                 uint16_t* __restrict to) {
   for (int64_t i = 0; i < count; ++i)
     to[i] = static_cast<uint16_t>(number_to_bf16((static_cast<float>(static_cast<int32_t>(integers[i])) - lack) * scale));
+}
+SGL_BATCH_CLONES void widen_bytes(const uint8_t* integers, float lack, float scale, int64_t count, uint16_t* to) {
+  widen(integers, lack, scale, count, to);
+}
+SGL_BATCH_CLONES void widen_bytes(const int8_t* integers, float lack, float scale, int64_t count, uint16_t* to) {
+  widen(integers, lack, scale, count, to);
+}
+
+template <typename Byte>
+void widen_row_of_bytes(const Byte* integers, const WideGroups& groups, int64_t k, uint16_t* to) {
+  for (int64_t first = 0, i = 0; first < k; first += groups.group, ++i)
+    widen_bytes(integers + first, groups.lacks[i], groups.scales[i], std::min(groups.group, k - first), to + first);
 }
 
 }  // namespace
@@ -119,8 +133,10 @@ void widen_nibble_row(const uint8_t* pairs, const WideGroups& groups, int64_t k,
 }
 
 void widen_byte_row(const uint8_t* integers, const WideGroups& groups, int64_t k, uint16_t* to) {
-  for (int64_t first = 0, i = 0; first < k; first += groups.group, ++i)
-    widen_bytes(integers + first, groups.lacks[i], groups.scales[i], std::min(groups.group, k - first), to + first);
+  widen_row_of_bytes(integers, groups, k, to);
+}
+void widen_byte_row(const int8_t* integers, const WideGroups& groups, int64_t k, uint16_t* to) {
+  widen_row_of_bytes(integers, groups, k, to);
 }
 
 bool pack_int4_panel(const uint16_t* plain, int64_t k, int64_t group, void* to) {

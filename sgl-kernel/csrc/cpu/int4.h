@@ -35,7 +35,7 @@ constexpr int64_t int4_group(DType dtype) {
 inline int64_t int4_scale_bytes(int64_t k, int64_t group) { return k / group * kPanel * 4; }
 
 // A row of k integers to bf16, each less what its group lacks, times the group's scale: computed in f32, rounded once. Two integers
-// of four bits a byte, the even ones lower, or one a byte.
+// of four bits a byte, the even ones lower, or one a byte, with a sign or without.
 struct WideGroups {
   const float* lacks;
   const float* scales;
@@ -43,6 +43,7 @@ struct WideGroups {
 };
 void widen_nibble_row(const uint8_t* pairs, const WideGroups& groups, int64_t k, uint16_t* to);
 void widen_byte_row(const uint8_t* integers, const WideGroups& groups, int64_t k, uint16_t* to);
+void widen_byte_row(const int8_t* integers, const WideGroups& groups, int64_t k, uint16_t* to);
 
 // Packs a plain panel of bf16, kPanel rows of k; false where a number has no such form, and what `to` holds is undefined.
 bool pack_int4_panel(const uint16_t* plain, int64_t k, int64_t group, void* to);

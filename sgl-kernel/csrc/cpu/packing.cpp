@@ -11,6 +11,7 @@
 #include "fp4.h"
 #include "fp8.h"
 #include "int4.h"
+#include "int8_groups.h"
 #include "rows.h"
 
 namespace sgl_batch {
@@ -133,13 +134,16 @@ void pad_words(const void* from, int64_t width, int64_t steps, void* to) {
 
 // The tile that takes panels whose groups share scales as they lie; null where they are decoded before.
 TileFn grouped_tile(const TileKernel& tile, DType dtype) {
-  return dtype == DType::kFp4 ? tile.run_fp4 : int4_group(dtype) > 0 ? tile.run_int4 : tile.run_fp8;
+  if (dtype == DType::kFp4) return tile.run_fp4;
+  if (int4_group(dtype) > 0) return tile.run_int4;
+  return fp8_group(dtype) > 0 ? tile.run_fp8 : tile.run_int8_groups;
 }
 
 void decode_grouped_panel(const Isa& isa, DType dtype, const void* panel, int64_t k, void* to) {
   if (dtype == DType::kFp4) return decode_fp4_panel(isa, panel, k, to);
   if (const int64_t group = int4_group(dtype); group > 0) return decode_int4_panel(isa, panel, k, group, to);
-  decode_fp8_panel(isa, panel, k, fp8_group(dtype), to);
+  if (const int64_t group = fp8_group(dtype); group > 0) return decode_fp8_panel(isa, panel, k, group, to);
+  decode_int8_panel(isa, panel, k, int8_group(dtype), to);
 }
 
 }  // namespace
@@ -202,7 +206,7 @@ ReadyPanel PackedWeight::ready(int64_t index, const Isa& isa, void* spare, int64
   if (has_groups(dtype)) {
     const TileFn run = grouped_tile(tile, dtype);
     if (run != nullptr && !tile.cut.cuts_k(tiles)) {
-      const auto group = static_cast<uint32_t>(int4_group(dtype) + fp8_group(dtype));
+      const auto group = static_cast<uint32_t>(int4_group(dtype) + fp8_group(dtype) + int8_group(dtype));
       return {panel(index), run, 0, group, keeps ? spare : nullptr, tile.run_kept, kept};
     }
     decode_grouped_panel(isa, dtype, panel(index), k, spare);

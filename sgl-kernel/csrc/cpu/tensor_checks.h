@@ -9,6 +9,7 @@
 #include "fp8.h"
 #include "gemm.h"
 #include "int4.h"
+#include "int8_groups.h"
 
 namespace sgl_batch {
 
@@ -37,11 +38,23 @@ inline DType fp8_dtype_of(const at::Tensor& tensor, int64_t k, const char* name)
     if (k % fp8_group(dtype) == 0 && tensor.size(-1) == packed_bytes(dtype, k)) return dtype;
   TORCH_CHECK(false, name, " is ", tensor.sizes(), ", whose rows are no fp8 of ", k, " inputs in groups of 32 or 128");
 }
+// Of int8 in groups: words of two bytes likewise.
+inline DType int8_groups_dtype_of(const at::Tensor& tensor, int64_t k, const char* name) {
+  TORCH_CHECK(tensor.scalar_type() == at::kShort, name, " is ", tensor.scalar_type(), "; int8 in groups is int16");
+  for (const DType dtype : {DType::kInt8By128, DType::kInt8By32})
+    if (k % int8_group(dtype) == 0 && tensor.size(-1) * 2 == packed_bytes(dtype, k)) return dtype;
+  TORCH_CHECK(false, name, " is ", tensor.sizes(), ", whose rows are no int8 of ", k, " inputs in groups of 32 or 128");
+}
+// Whether the size of a row alone does not tell how many inputs it has.
+inline bool has_scales_beside(const at::Tensor& weight) {
+  return weight.scalar_type() == at::kInt || weight.scalar_type() == at::kFloat8_e4m3fn || weight.scalar_type() == at::kShort;
+}
 // How many inputs a matrix of so many numbers, or bytes, a row has.
 inline int64_t inputs_of(const at::Tensor& weight, int64_t columns) {
   return weight.scalar_type() == at::kByte ? columns / 17 * 32 : columns;
 }
-// Of matrices of n outputs and k inputs, whose numbers may share scales, too: bytes of fp4, words of int4, bytes of fp8.
+// Of matrices of n outputs and k inputs, whose numbers may share scales, too: bytes of fp4, words of int4, bytes of fp8,
+// words of int8.
 inline DType matrix_dtype_of(const at::Tensor& weight, int64_t n, int64_t k, const char* name) {
   if (weight.scalar_type() == at::kInt) {
     TORCH_CHECK(n % kPanel == 0, name, " is int4 of ", n, " outputs; use a multiple of ", kPanel);
@@ -50,6 +63,10 @@ inline DType matrix_dtype_of(const at::Tensor& weight, int64_t n, int64_t k, con
   if (weight.scalar_type() == at::kFloat8_e4m3fn) {
     TORCH_CHECK(n % kPanel == 0, name, " is fp8 of ", n, " outputs; use a multiple of ", kPanel);
     return fp8_dtype_of(weight, k, name);
+  }
+  if (weight.scalar_type() == at::kShort) {
+    TORCH_CHECK(n % kPanel == 0, name, " is int8 in groups of ", n, " outputs; use a multiple of ", kPanel);
+    return int8_groups_dtype_of(weight, k, name);
   }
   TORCH_CHECK(inputs_of(weight, weight.size(-1)) == k, name, " is ", weight.sizes(), " for ", k, " inputs");
   if (weight.scalar_type() != at::kByte) return weight_dtype_of(weight, name);

@@ -25,17 +25,19 @@ from .weight_forms import pack_coded_ as pack_coded_
 from .weight_forms import pack_fp4_ as pack_fp4_
 from .weight_forms import pack_fp8_ as pack_fp8_
 from .weight_forms import pack_int4_ as pack_int4_
+from .weight_forms import pack_int8_groups_ as pack_int8_groups_
 from .weight_forms import round_to_int8_ as round_to_int8_
 from .weight_forms import uncode_ as uncode_
 from .weight_forms import unpack_ as unpack_
 from .weight_forms import unpack_fp4 as unpack_fp4
 from .weight_forms import unpack_fp8 as unpack_fp8
 from .weight_forms import unpack_int4 as unpack_int4
+from .weight_forms import unpack_int8_groups as unpack_int8_groups
 from .weight_forms import widen_fp8_ as widen_fp8_
 from .weight_forms import widen_integers_ as widen_integers_
 from .weight_forms import widen_mxfp4_ as widen_mxfp4_
 
-INTERFACE = 17
+INTERFACE = 18
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -104,8 +106,9 @@ def experts(
     an expert computes g * sigmoid(alpha * g) * (u + 1) in place of SiLU(gate) * up, where g is gate up to limit, and u
     is up between -limit and limit.
     Weights that `pack_fp4_` has packed, uint8 [E, 2I, M * 17 / 32] and [E, M, I * 17 / 32], give the bits of bf16. So
-    do those of `pack_int4_`, int32 [E, 2I, M / 8 + M / group] and [E, M, I / 8 + I / group], and those of `pack_fp8_`,
-    float8_e4m3fn [E, 2I, M + 4 * M / group] and [E, M, I + 4 * I / group].
+    do those of `pack_int4_`, int32 [E, 2I, M / 8 + M / group] and [E, M, I / 8 + I / group], of `pack_fp8_`,
+    float8_e4m3fn [E, 2I, M + 4 * M / group] and [E, M, I + 4 * I / group], and of `pack_int8_groups_`, int16
+    [E, 2I, M / 2 + 2 * M / group] and [E, M, I / 2 + 2 * I / group].
     `w13_marks` [2E, panels of I] and `w2_marks` [E, panels of M] are those that `pack_coded_` returned where it has
     packed the weight; results have the bits of the weight as it was.
     """
@@ -221,7 +224,8 @@ def linear(
 ) -> torch.Tensor:
     """Rows [T, K] times a packed weight [N, K], plus a bias [N]; the result has x's number type.
 
-    A weight of int8 has `scales` [N], float32; one of `pack_fp4_`, `pack_int4_` or `pack_fp8_` is as they give it.
+    A weight of int8 has `scales` [N], float32; one of `pack_fp4_`, `pack_int4_`, `pack_fp8_` or
+    `pack_int8_groups_` is as they give it.
     """
     out: torch.Tensor = _ops.linear(x_TK, weight, bias, scales)
     return out

@@ -21,6 +21,7 @@ def round_to_int8_(weight: torch.Tensor, rounded: torch.Tensor, scales: torch.Te
     """Round plain matrices [B, N, K] of bf16 or f32 to `rounded`, int8 [B, N, K], with `scales`, f32 [B, N].
 
     The largest number of an output becomes 127, others round to nearest, ties to even. An output of zeros has scale 1.
+    Where numbers of bf16 are the integers of one scale, rounded, of which the largest is 127 or 128, they become these.
     """
     _ops.round_to_int8_(weight, rounded, scales)
 
@@ -90,6 +91,23 @@ def unpack_fp8(packed: torch.Tensor, inputs: int) -> torch.Tensor:
     return plain
 
 
+def pack_int8_groups_(weight: torch.Tensor, packed: torch.Tensor) -> bool:
+    """Pack plain matrices [B, N, K] of bf16, N a multiple of 32 and K of `group`, that are rounded integers of 8 bits.
+
+    Of each output, `group` neighbouring inputs, 32 or 128, are then scale * integer, rounded to bf16. `packed`: int16
+    [B, N, K / 2 + 2 * K / group], whose size gives the group. Returns False where numbers are none of these; what
+    `packed` holds is then undefined.
+    """
+    exact: bool = _ops.pack_int8_groups_(weight, packed)
+    return exact
+
+
+def unpack_int8_groups(packed: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Return the plain matrices [B, N, inputs] of bf16 that `pack_int8_groups_` has packed, but for signs of zeros."""
+    plain: torch.Tensor = _ops.unpack_int8_groups(packed, inputs)
+    return plain
+
+
 def widen_mxfp4_(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Take rows of mxfp4 to `out`, bf16 [N, K], K a multiple of 32, as they lie in checkpoints.
 
@@ -112,8 +130,8 @@ def widen_fp8_(
 def widen_integers_(integers: torch.Tensor, lacks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Take integers of groups to `out`, bf16 [N, K]: (integer - lack) * scale, computed in float32, rounded once.
 
-    `integers`: int32 [N, K / 8], eight of 4 bits a word, the first one lowest, in any strides; or contiguous uint8
-    [N, K]. `lacks` and `scales`: float32 [N, groups], of K / groups neighbours each, an even number.
+    `integers`: int32 [N, K / 8], eight of 4 bits a word, the first one lowest, in any strides; or contiguous uint8 or
+    int8 [N, K]. `lacks` and `scales`: float32 [N, groups], of K / groups neighbours each, an even number.
     """
     _ops.widen_integers_(integers, lacks, scales, out)
 

@@ -39,6 +39,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 MXFP4 = {"quant_method": "mxfp4"}
 INT4 = compressed(num_bits=4, type="int", strategy="group", group_size=32)
+INT8_BY_128 = GroupedBits(8, 128, 4, is_int8=True)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +195,37 @@ def test_fp8_stays_in_8_bits_with_groups_within_which_scales_are_one(
 
 def test_other_numbers_of_8_bits_and_those_with_zero_points_stay_floats() -> None:
     matrices: dict[str, Scaled] = {f"l__{name}__o_proj": (name, 512, (96, 1)) for name in ("F8_E4M3", "F8_E5M2", "I8")}
-    assert set(scaled(FP8, **matrices).grouped) == {"l.F8_E4M3.o_proj.weight"}
-    assert scaled(FP8, **matrices, l__F8_E4M3__o_proj__weight_zero_point=("I8", (96, 1))).grouped == {}
+    small = {"l.F8_E4M3.o_proj.weight": GroupedBits(8, 128, 4), "l.I8.o_proj.weight": INT8_BY_128}
+    assert scaled(FP8, **matrices).grouped == small
+    zeros: dict[str, Any] = {f"l__{name}__o_proj__weight_zero_point": ("I8", (96, 1)) for name in ("F8_E4M3", "I8")}
+    assert scaled(FP8, **matrices, **zeros).grouped == {}
     assert scaled(FP8, l__mlp__gate=("F8_E4M3", 512, (96, 1))).grouped == {}
     assert scaled(FP8, 80, l__o_proj=("F8_E4M3", 512, (80, 1))).grouped == {}
+
+
+def test_integers_of_8_bits_stay_so_small_without_zero_points_and_with_neighbours_in_a_group() -> None:
+    asked = {**GPTQ, "bits": 8, "sym": True, "group_size": 128}
+    words = {
+        "o_proj__qweight": ("I32", (128, 96)),
+        "o_proj__qzeros": ("I32", (4, 24)),
+        "o_proj__scales": ("F16", (4, 96)),
+    }
+    assert found(asked, **words).grouped == {"o_proj.weight": INT8_BY_128}
+    for other in ({"sym": False}, {"sym": None}, {"desc_act": True}):
+        assert found({**asked, **other}, **words).grouped == {}
+    packed = {"o_proj__weight_packed": ("I32", (96, 128)), "o_proj__weight_scale": ("BF16", (96, 1))}
+    by_rows = compressed(num_bits=8, type="int", strategy="channel", symmetric=True)
+    assert found(by_rows, **packed).grouped == {"o_proj.weight": INT8_BY_128}
+    assert found(by_rows, **packed, o_proj__weight_zero_point=("I32", (24, 1))).grouped == {}
+
+
+def test_an_mlp_of_integers_and_floats_of_8_bits_has_no_form() -> None:
+    both: dict[str, Scaled] = {
+        "l__mlp__gate_proj": ("I8", 512, (96, 1)),
+        "l__mlp__down_proj": ("F8_E4M3", 96, (96, 1)),
+    }
+    assert scaled(INT4, **both).grouped == {}
+    assert len(scaled(INT4, **{name: ("I8", *rest) for name, (_, *rest) in both.items()}).grouped) == 2
 
 
 def test_fp8_that_is_kept_alike_has_the_smallest_group_and_no_other_form_beside_it() -> None:
@@ -273,6 +301,7 @@ def test_a_form_has_what_the_tensors_do_not_say() -> None:
     assert quantised_form({**FP8, "fmt": "float8_e4m3fn"}).has_e4m3
     assert not quantised_form({**FP8, "fmt": "e5m2"}).has_e4m3
     assert quantised_form(GPTQ) == QuantisedForm(method="gptq", zero_lack=1, integers=((4, 32),))
+    assert [quantised_form({**GPTQ, "sym": one}).symmetric for one in (True, False)] == [True, False]
     assert quantised_form({**GPTQ, "desc_act": True}).reordered
     assert quantised_form({**AWQ, "group_size": -1}).integers == ((4, None),)
     assert quantised_form({**GPTQ, "checkpoint_format": "gptq_v2"}).zero_lack == 0

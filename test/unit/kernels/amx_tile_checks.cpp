@@ -15,12 +15,8 @@
 
 #include "amx_emulation.h"
 #include "amx_tiles.h"
-#include "coded.h"
-#include "fp4.h"
-#include "fp8.h"
 #include "gemm.h"
 #include "guarded_memory.h"
-#include "int4.h"
 #include "packing.h"
 #include "plain_decoding.h"
 
@@ -55,13 +51,14 @@ constinit const Isa kAvx512Bf16{
     .decode = decode_plainly,
     .decode_fp4 = decode_fp4_plainly,
     .decode_int4 = decode_int4_plainly,
-    .decode_fp8 = decode_fp8_plainly,
+    .decode_fp8 = decode_bytes_plainly<unpack_fp8_panel>,
+    .decode_int8_groups = decode_bytes_plainly<unpack_int8_panel>,
     .scale_columns = nullptr,
     .choose = nullptr,
     .transpose_words = transpose_plainly,
 };
 
-constinit const Fp8Tables kFp8Avx512Vbmi{.run = nullptr, .run_widened = nullptr, .decode = decode_fp8_plainly};
+constinit const Fp8Tables kFp8Avx512Vbmi{.run = nullptr, .run_widened = nullptr, .decode = decode_bytes_plainly<unpack_fp8_panel>};
 
 const Isa& isa() {
   static const Isa composed = [] {
@@ -481,12 +478,14 @@ int main(int argc, char** argv) {
   for (const int64_t k : {4, 28, 32, 36, 64, 132}) check_coded(k);
   for (const int64_t k : {64, 512}) check_tiles_of_a_panel(k);
   for (const int64_t k : {32, 96, 512}) check_fp4_tiles_of_a_panel(k);
-  for (const int64_t k : {128, 384, 512})
-    for (const DType dtype : {DType::kInt4By32, DType::kInt4By64, DType::kInt4By128, DType::kFp8By32, DType::kFp8By128})
-      if (int4_group(dtype) > 0)
-        check_scaled_tiles_of_a_panel(k, dtype, int4_group(dtype), 8, pack_int4_panel, "int4");
-      else
-        check_scaled_tiles_of_a_panel(k, dtype, fp8_group(dtype), 15, pack_fp8_panel, "fp8");
+  for (const int64_t k : {128, 384, 512}) {
+    for (const auto& [dtype, group] : {std::pair(DType::kInt4By32, 32), {DType::kInt4By64, 64}, {DType::kInt4By128, 128}})
+      check_scaled_tiles_of_a_panel(k, dtype, group, 8, pack_int4_panel, "int4");
+    for (const bool wide : {false, true}) {
+      check_scaled_tiles_of_a_panel(k, wide ? DType::kFp8By128 : DType::kFp8By32, wide ? 128 : 32, 15, pack_fp8_panel, "fp8");
+      check_scaled_tiles_of_a_panel(k, wide ? DType::kInt8By128 : DType::kInt8By32, wide ? 128 : 32, 127, pack_int8_panel, "int8");
+    }
+  }
   for (const int64_t k : {34, 96, 130})
     for (const bool add : {false, true}) {
       const Case given(k, 6, add);

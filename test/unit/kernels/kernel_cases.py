@@ -21,6 +21,7 @@ from kernel_fp4 import fp4_cases
 from kernel_fp8 import fp8_cases
 from kernel_int4 import int4_cases
 from kernel_int8 import int8_cases, int8_long_row_cases
+from kernel_int8_groups import int8_groups_cases
 from kernel_latent import latent_cases
 from kernel_pages import page_cases
 from kernel_products import expert_cases, gated_cases, linear_cases, long_row_cases
@@ -95,6 +96,7 @@ def main() -> None:
         fp4_cases(),
         int4_cases(),
         fp8_cases(),
+        int8_groups_cases(),
         long_row_cases(),
         int8_long_row_cases(),
     )

@@ -9,6 +9,7 @@
 #include "fp4.h"
 #include "fp8.h"
 #include "int4.h"
+#include "int8_groups.h"
 
 namespace sgl_batch {
 
@@ -58,16 +59,19 @@ inline void decode_int4_plainly(const uint32_t* scales, const void* words, int64
   }
 }
 
-// Likewise of fp8.
-inline void decode_fp8_plainly(const float* scales, const void* codes, int64_t k, int64_t group, uint16_t* to) {
-  constexpr size_t kCodeBytes = kPanel * kFp8BlockK;
-  for (int64_t first = 0; first < k; first += kFp8BlockK) {
+// Likewise of fp8 and of int8, whose blocks `unpack` takes to plain rows.
+template <void (*unpack)(const void* panel, int64_t k, int64_t group, uint16_t* plain)>
+void decode_bytes_plainly(const float* scales, const void* codes, int64_t k, int64_t group, uint16_t* to) {
+  constexpr int64_t kBlock = kFp8BlockK;
+  static_assert(kBlock == kInt8BlockK);
+  constexpr size_t kCodeBytes = kPanel * kBlock;
+  for (int64_t first = 0; first < k; first += kBlock) {
     std::vector<char> panel(4 * kPanel + kCodeBytes);
     std::memcpy(panel.data(), scales + first / group * kPanel, 4 * kPanel);
     std::memcpy(panel.data() + 4 * kPanel, static_cast<const char*>(codes) + first * kPanel, kCodeBytes);
-    std::vector<uint16_t> rows(kPanel * kFp8BlockK);
-    unpack_fp8_panel(panel.data(), kFp8BlockK, kFp8BlockK, rows.data());
-    to = put_pairs(rows, kFp8BlockK, to);
+    std::vector<uint16_t> rows(kCodeBytes);
+    unpack(panel.data(), kBlock, kBlock, rows.data());
+    to = put_pairs(rows, kBlock, to);
   }
 }
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is p
 def checks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = [
         KERNELS / f"{name}.cpp"
-        for name in ("gemm_amx_bf16", "packing", "coded", "fp4", "int4", "fp8", "group_scale", "rows")
+        for name in ("gemm_amx_bf16", "packing", "coded", "fp4", "int4", "fp8", "int8_groups", "group_scale", "rows")
     ]
     return compiled(tmp_path_factory.mktemp("amx"), "amx_tile_checks", EMULATION, *sources)
 

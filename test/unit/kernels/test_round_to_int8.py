@@ -32,6 +32,22 @@ def test_halves_go_to_the_even_number() -> None:
     assert scales.tolist() == [[1.0]]
 
 
+@pytest.mark.parametrize("most", [127, 128])
+@pytest.mark.parametrize("k", [32, 96, 128, 300, 2048])
+def test_a_checkpoints_own_integers_are_found_with_a_scale_that_gives_its_numbers(k: int, most: int) -> None:
+    """Rounded by the scale of the largest number, which is itself rounded, some would become their neighbours."""
+    integers = torch.randint(-127, 128, (3, 64, k))
+    integers[..., k // 2] = -most
+    scales = torch.rand(3, 64, 1) / 100 + 1e-3
+    numbers = (integers * scales).bfloat16()
+    whole, found = rounded(numbers)
+    assert torch.equal((whole * found.unsqueeze(-1)).bfloat16(), numbers)
+    by_largest, _ = rounded_rows(numbers)
+    assert not torch.equal(by_largest, integers.double())
+    if k > 1000:  # few numbers can be those of other integers, too
+        assert torch.equal(whole, integers.to(torch.int8))
+
+
 @pytest.mark.parametrize("spoiled", [float("nan"), float("inf"), -float("inf")])
 def test_an_output_with_a_number_that_is_not_finite_stays_so(spoiled: float) -> None:
     weight = torch.randn(1, 2, 40)

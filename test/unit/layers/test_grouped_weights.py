@@ -53,9 +53,22 @@ def fp8(group: int) -> Callable[..., torch.Tensor]:
     return drawn
 
 
-FORMS = [mxfp4, integers(32), integers(64), integers(128), fp8(32), fp8(128)]
-BITS = [4.25, 5.0, 4.5, 4.25, 9.0, 8.25]
-NAMES = ["mxfp4", *(f"integers by {group}" for group in (32, 64, 128)), *(f"fp8 by {group}" for group in (32, 128))]
+def int8(group: int) -> Callable[..., torch.Tensor]:
+    def drawn(*shape: int) -> torch.Tensor:
+        own = generator(*shape)
+        scales = torch.rand(*shape[:-1], shape[-1] // group, generator=own) / 1000 + 1e-4
+        return of_integers(torch.randint(-128, 128, shape, generator=own), scales)
+
+    return drawn
+
+
+FORMS = [mxfp4, integers(32), integers(64), integers(128), fp8(32), fp8(128), int8(32), int8(128)]
+BITS = [4.25, 5.0, 4.5, 4.25, 9.0, 8.25, 9.0, 8.25]
+NAMES = [
+    "mxfp4",
+    *(f"integers by {group}" for group in (32, 64, 128)),
+    *(f"{name} by {group}" for name in ("fp8", "int8") for group in (32, 128)),
+]
 
 
 def rows(count: int, inputs: int = INPUTS) -> torch.Tensor:
@@ -92,11 +105,11 @@ def mlp(weights: PackedWeights, draw: Callable[..., torch.Tensor], count: int) -
 @pytest.mark.parametrize("count", [1, 40])
 def test_an_mlp_has_the_bits_of_bfloat16(draw, count):
     (small, kept), (large, _) = mlp(in_groups(), draw, count), mlp(in_sixteen(), draw, count)
-    assert kept in (torch.uint8, torch.int32, torch.float8_e4m3fn)
+    assert kept in (torch.uint8, torch.int32, torch.float8_e4m3fn, torch.int16)
     assert torch.equal(small, large)
 
 
-@pytest.mark.parametrize("draw", [integers(64), fp8(128)], ids=["integers", "fp8"])
+@pytest.mark.parametrize("draw", [integers(64), fp8(128), int8(128)], ids=["integers", "fp8", "int8"])
 def test_an_mlp_has_one_form_and_16_bits_where_a_half_has_none(draw):
     gate_up, down = draw(512, 128), torch.randn(128, 256).bfloat16()
     grouped = in_groups()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sgl_batch.checkpoint.files import read_header
 from sgl_batch.checkpoint.model_directory import form_of_weights
-from sgl_batch.checkpoint.quantised import FP8_BITS, INTEGER_BITS, GroupedBits, QuantisedMatrix, find_quantised
+from sgl_batch.checkpoint.quantised import FP8_BITS, INT8_BITS, INTEGER_BITS, GroupedBits, QuantisedMatrix, find_quantised
 from sgl_batch.core.quantised_form import quantised_form
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.small_weights import GROUPED_FORMS
@@ -213,6 +213,14 @@ def test_dummy_weights_take_the_form_of_fp8_that_the_models_own_have(
     draw_numbers(quantised_form(asked), weight)
     assert 0.003 < weight.abs().max() < 0.005, "no larger than those of other forms"
     assert forms_of(weight)[0] == FP8_BITS[[128, 32].index(expected)]
+
+
+@pytest.mark.parametrize(("group", "expected"), [(32, 32), (128, 128), (-1, 128)])
+def test_dummy_weights_take_the_form_of_int8_that_the_models_own_have(group: int, expected: int) -> None:
+    weight = torch.randn(2, 64, 512).bfloat16()
+    draw_numbers(quantised_form({"quant_method": "gptq", "bits": 8, "group_size": group, "sym": True}), weight)
+    assert 0.003 < weight.abs().max() < 0.005
+    assert forms_of(weight)[0] == INT8_BITS[[128, 32].index(expected)]
 
 
 def forms_of(weight: Tensor) -> list[GroupedBits]:
