@@ -236,7 +236,7 @@ def _widen_scaled(parts: Parts, block: tuple[int, int] | None, out: Tensor) -> b
         return True
     if weight.dtype != torch.int8 or own[1] != columns or columns % 2 != 0:
         return False
-    lack = torch.zeros(1) if zeros is None else zeros.float()
+    lack = torch.zeros(1, dtype=torch.float32) if zeros is None else zeros.float()
     of_rows = [one.reshape(-1, 1).expand(rows, 1).contiguous() for one in (lack, scale)]
     kernels.widen_integers_(weight, *of_rows, out)
     return True
