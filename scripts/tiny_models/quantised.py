@@ -158,9 +158,10 @@ def mxfp4(weight: Tensor) -> Stored:
     return {"_blocks": stored, "_scales": scales}
 
 
-def _compressed(layout: str, weights: Mapping[str, Any]) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+def _compressed(layout: str, weights: Mapping[str, Any], rows: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": rows}
+    groups = {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return {"quant_method": "compressed-tensors", "format": layout, **groups}
 
 
 def _integers(bits: int, group: int | None, *, symmetric: bool) -> dict[str, Any]:
@@ -171,6 +172,8 @@ def _integers(bits: int, group: int | None, *, symmetric: bool) -> dict[str, Any
 _GPTQ = {"quant_method": "gptq", "group_size": 32, "desc_act": False, "sym": False}
 _FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 
+_INT8_ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+
 # By name: the config's field, and what rounds a matrix.
 FORMS: Mapping[str, tuple[Mapping[str, Any], Callable[[Tensor], Stored]]] = {
     "fp8-blocks": (
@@ -179,7 +182,7 @@ FORMS: Mapping[str, tuple[Mapping[str, Any], Callable[[Tensor], Stored]]] = {
     ),
     "fp8-whole": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_whole),
     "fp8-rows": (_compressed("float-quantized", _FLOATS), fp8_rows),
-    "int8-rows": (_compressed("int-quantized", _integers(8, None, symmetric=True)), int8_rows),
+    "int8-rows": (_compressed("int-quantized", _integers(8, None, symmetric=True), _INT8_ROWS), int8_rows),
     "packed-4": (
         _compressed("pack-quantized", _integers(4, 32, symmetric=True)),
         packed(4, 32, symmetric=True),

@@ -156,7 +156,9 @@ def test_matrices_in_bfloat16_stay_in_4_or_8_bits_without_loss(
             "--json",
         ]
         assert check_command(asked) == 0
-        said.append(json.loads(capsys.readouterr().out)["weight_bytes"])
+        report = json.loads(capsys.readouterr().out)
+        said.append(report["weight_bytes"])
+        assert ("activations" in report) == (form == "int8-rows"), "of a model that was made for rows of int8"
     assert said[1] - said[0] == saved, "`sgl-batch check` knows it before"
     # Other weights of the same model have no such form; those that have it come back to it.
     small.loop.run_until_complete(load_from(small, plain))

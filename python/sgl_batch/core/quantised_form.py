@@ -31,6 +31,7 @@ class QuantisedForm:
         symmetric: Whether the zero points of integers are all half of what their bits count, as far as the config says.
         reordered: Whether inputs that share a scale need not be neighbours (GPTQ's desc_act).
         has_e4m3: Whether matrices of 8 bits are floats of e4m3, as far as the config says. The tensors say the same.
+        for_int8_rows: Whether the model was made for rows that are rounded to int8, each by itself, as they come (W8A8).
     """
 
     method: str
@@ -40,6 +41,7 @@ class QuantisedForm:
     symmetric: bool = False
     reordered: bool = False
     has_e4m3: bool = False
+    for_int8_rows: bool = False
 
 
 class QuantisedFormError(ValueError):
@@ -124,7 +126,13 @@ def _compressed(method: str, asked: Mapping[str, Any]) -> QuantisedForm:
         integers=tuple(integers),
         symmetric=bool(integers) and symmetric,
         has_e4m3=has_e4m3,
+        for_int8_rows=bool(groups) and all(map(_has_int8_rows, groups)),
     )
+
+
+def _has_int8_rows(group: Mapping[str, Any]) -> bool:
+    rows = group.get("input_activations") or {}
+    return (rows.get("num_bits"), rows.get("type"), rows.get("dynamic")) == (8, "int", True)
 
 
 def _group_size(asked: Mapping[str, Any]) -> int | None:

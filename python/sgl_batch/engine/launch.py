@@ -38,7 +38,7 @@ from sgl_batch.startup.argument_checks import (
 from sgl_batch.startup.family_arguments import family_arguments
 from sgl_batch.startup.gpu_arguments import chosen_arguments, machine_facts, model_facts
 from sgl_batch.startup.model_checks import check_this_device
-from sgl_batch.startup.quantised_arguments import quantised_arguments
+from sgl_batch.startup.quantised_arguments import activations_advice, quantised_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -366,6 +366,9 @@ def start_tree(server_args: ServerArgs, spec: ProcessSpec) -> tuple[processes.La
     start_log.end("all processes started")
     announce_start(spec)
     announce("forward", running["forward"])
+    advice = activations_advice(server_args.model_path, server_args.revision, spec.config.forward)
+    if advice is not None and server_args.device == "cpu":
+        announce("activations", advice)
     spec.watch(launched.tokenizer_manager.note_death)
     return launched, str(running["forward"])
 

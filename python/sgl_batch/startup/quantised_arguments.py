@@ -1,4 +1,4 @@
-"""Decides which arguments let an engine on a CPU load a quantised checkpoint as floats."""
+"""Decides which arguments let an engine on a CPU load a quantised checkpoint as floats, and which it may profit from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 from sgl_batch.checkpoint.model_directory import form_of_weights
+from sgl_batch.config import ForwardConfig
 from sgl_batch.core.model_refusals import QUANTIZATION_FIELDS
 
 _OVERRIDES = "json_model_override_args"
@@ -24,3 +25,14 @@ def quantised_arguments(given: Mapping[str, object], *, on_cpu: bool) -> dict[st
         _OVERRIDES: json.dumps({**overrides, **dict.fromkeys(QUANTIZATION_FIELDS)}),
         "quantization": None,
     }
+
+
+def activations_advice(model: str, revision: str | None, forward: ForwardConfig) -> str | None:
+    """Return what to say of a model on a CPU that was made for rows of int8, where they stay floats; else None."""
+    form = form_of_weights(model, revision)
+    if form is None or not form.for_int8_rows or forward.cpu_activations != "model":
+        return None
+    return (
+        "the model was made for rows that are rounded to int8, and they stay as they are: --cpu-weight-dtype int8 "
+        "--cpu-activations int8 rounds them, which is faster and changes tokens"
+    )

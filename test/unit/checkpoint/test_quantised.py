@@ -39,6 +39,12 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 MXFP4 = {"quant_method": "mxfp4"}
 INT4 = compressed(num_bits=4, type="int", strategy="group", group_size=32)
+W8A8 = {
+    "rows": {"num_bits": 8, "type": "int", "dynamic": True},
+    "fixed": {"num_bits": 8, "type": "int", "dynamic": False},
+    "floats": {"num_bits": 8, "type": "float", "dynamic": True},
+    "kept": None,
+}
 INT8_BY_128 = GroupedBits(8, 128, 4, is_int8=True)
 
 
@@ -307,5 +313,9 @@ def test_a_form_has_what_the_tensors_do_not_say() -> None:
     assert quantised_form({**GPTQ, "checkpoint_format": "gptq_v2"}).zero_lack == 0
     assert quantised_form(INT4).integers == ((4, 32),)
     assert quantised_form(compressed(num_bits=8, type="int", strategy="channel")).integers == ((8, None),)
+    groups = {name: {"weights": {"num_bits": 8, "type": "int"}, "input_activations": rows} for name, rows in W8A8.items()}
+    for some, expected in ((("rows",), True), (("rows", "kept"), False), (("fixed",), False), (("floats",), False)):
+        asked = {**INT4, "config_groups": {name: groups[name] for name in some}}
+        assert quantised_form(asked).for_int8_rows == expected
     blocks = compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 128])
     assert quantised_form(blocks) == QuantisedForm(method="compressed-tensors", block=(64, 128), has_e4m3=True)

@@ -23,6 +23,7 @@ from sgl_batch.startup.argument_checks import check_budgets, check_weights
 from sgl_batch.startup.fit_checks import check_asked, check_context
 from sgl_batch.startup.model_checks import check_any_device, check_this_device
 from sgl_batch.startup.plan_inputs import usual_budget
+from sgl_batch.startup.quantised_arguments import activations_advice
 
 FORMAT = "sgl_batch.check/1"
 _DESCRIPTION = """\
@@ -127,8 +128,10 @@ def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
     check_context(text, args.length or 0, "--context-length")
     target = Target(device=device, budget=_budget(config, device), page_size=args.page_size, length=_length(args, text))
     streamable = method is None and any(one.is_streamable for one in tensors)
+    advice = activations_advice(str(directory), None, config.forward) if device == CPU else None
     return {
         **report,
+        **({} if advice is None else {"activations": advice}),
         "number_format": method or dtype,
         "status": format_of(method or dtype).on(device).status,
         **_memory(model, config, target, streamable),
@@ -224,6 +227,7 @@ def _how(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{report['model']}: {report['architecture']}{number_format}"),
         ("forward", report["forward"]),
         ("device", f"{report['device']}{status}"),
+        *((name, report[name]) for name in ("activations",) if name in report),
     ]
 
 
