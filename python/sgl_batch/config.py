@@ -97,7 +97,7 @@ class ForwardConfig:
     cpu_weight_dtype: str = _flag(
         "auto",
         "number type of weights on a CPU; model: the model's; lossless12: bfloat16 experts read as 12 bits a weight, "
-        "same tokens; auto: 4 bits and fp8 stay so, experts lossless12 where it pays; int8: half, rounded, but not "
+        "same tokens; auto: 4 and 8 bits stay so, experts lossless12 where it pays; int8: half, rounded, but not "
         "routers and output projection; other tokens",
         choices=CPU_WEIGHT_DTYPES,
     )

@@ -180,7 +180,7 @@ FORMATS: tuple[NumberFormat, ...] = (
         "GPTQ, AWQ and compressed-tensors checkpoints",
         ("gptq", "awq", "compressed-tensors"),
         _works(
-            "in bfloat16 integers of at most 4 bits stay in 4 bits, and fp8 in 8, without loss (`--cpu-weight-dtype "
+            "in bfloat16 integers stay in 4 or 8 bits, and fp8 in 8, without loss (`--cpu-weight-dtype "
             "auto`); else as floats"
         ),
         _BY_SGLANG,

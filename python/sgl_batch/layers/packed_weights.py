@@ -68,7 +68,7 @@ class PackedWeights:
     that are added as `exact`. A rounded tensor changes its number type. `int8_rows`: also round the rows that meet
     rounded weights, so that products are of int8 with int8. `coded`: code experts' weights of bf16, of which
     products then read 12 bits each, without loss. `grouped`: keep weights of bf16 whose numbers are all those of mxfp4,
-    or integers of 4 bits or numbers of fp8 times scales of groups, in little more than 4 or 8 bits, without loss,
+    or integers of 4 or 8 bits or numbers of fp8 times scales of groups, in little more than 4 or 8 bits, without loss,
     except weights that are added as `exact` or that ranks share.
     """
 

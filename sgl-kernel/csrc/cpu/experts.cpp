@@ -179,7 +179,7 @@ class Experts {
 
   static Ahead ahead(const Tiles& tiles, int64_t tile, const PackedWeight& weight, const char* next, int64_t k) {
     return tiles.ahead(tile, next, weight.filled_bytes(), tile_steps(weight.dtype, weight.k), tile_steps(weight.dtype, k),
-                       has_groups(weight.dtype));
+                       rows_without_lines(weight.dtype));
   }
 
   // A tile's share of the rows that the next block gathers: the given one of `calls`, of so many k, brings a row, or a part of one.

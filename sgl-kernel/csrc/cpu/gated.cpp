@@ -75,7 +75,7 @@ class Gated {
                int64_t tile, float* to) const {
     const int m = tiles.size(tile);
     ready.multiply({rows_ + tiles.at(tile) * stride_, stride_, ready.data, c_.hidden, m, to, kPanel, false,
-                    tiles.ahead(tile, after, weight.panel_bytes(), tile_steps(weight.dtype, c_.hidden), 0, has_groups(weight.dtype))});
+                    tiles.ahead(tile, after, weight.panel_bytes(), tile_steps(weight.dtype, c_.hidden), 0, rows_without_lines(weight.dtype))});
     weight.scale(panel, isa_, to, kPanel, m);
   }
 

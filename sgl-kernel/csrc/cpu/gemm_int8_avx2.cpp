@@ -31,7 +31,7 @@ struct TileHalves {
     for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = _mm256_setzero_si256();
     const uint8_t* b = tile.panel + column * kQuad;
     QuadRows<M> rows(tile);
-    QuadPrefetch prefetch(column == 0 ? tile.ahead : Ahead{b, 0});
+    QuadPrefetch<> prefetch(column == 0 ? tile.ahead : Ahead{b, 0});
     for (int64_t step = 0; step < tile.steps; ++step, b += kStepBytes, rows.advance(), prefetch.advance()) {
       __m256i even[kVectors], odd[kVectors];
 #pragma GCC unroll 2

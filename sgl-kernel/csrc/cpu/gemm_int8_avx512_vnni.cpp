@@ -32,7 +32,7 @@ inline void put(const ScaledInt8Tile& tile, int row, Sums low, Sums high) {
   _mm512_storeu_ps(to + 16, numbers(high + shift) * scale * _mm512_loadu_ps(by.column_scales + 16));
 }
 
-template <int M, typename Tile>
+template <int M, typename Tile, int kCache>
 struct Quads {
   static void run(const Tile& given) {
     const Int8Tile& tile = sums_of(given);
@@ -41,7 +41,7 @@ struct Quads {
     for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = Sums{};
     const uint8_t* b = tile.panel;
     QuadRows<M> rows(tile);
-    QuadPrefetch prefetch(tile.ahead);
+    QuadPrefetch<kCache> prefetch(tile.ahead);
     for (int64_t step = 0; step < tile.steps; ++step, b += kStepBytes, rows.advance(), prefetch.advance()) {
       const __m512i low = _mm512_loadu_si512(b), high = _mm512_loadu_si512(b + kStepBytes / 2);
 #pragma GCC unroll 16
@@ -56,10 +56,14 @@ struct Quads {
   }
 };
 
+template <int M, typename Tile>
+struct QuadsOf {
+  static void run(const Tile& tile) { sums_of(tile).ahead_is_near ? Quads<M, Tile, 3>::run(tile) : Quads<M, Tile, 2>::run(tile); }
+};
 template <int M>
-struct TileQuads : Quads<M, Int8Tile> {};
+struct TileQuads : QuadsOf<M, Int8Tile> {};
 template <int M>
-struct ScaledQuads : Quads<M, ScaledInt8Tile> {};
+struct ScaledQuads : QuadsOf<M, ScaledInt8Tile> {};
 
 }  // namespace
 

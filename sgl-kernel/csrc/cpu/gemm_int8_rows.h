@@ -29,12 +29,13 @@ struct QuadRows {
   int64_t stride;
 };
 
-// To the first cache, unlike that of bf16 panels (gemm_vector.h).
+// To the first cache (3) or to the second (2).
+template <int kCache = 3>
 struct QuadPrefetch {
   explicit QuadPrefetch(const Ahead& ahead) : at(static_cast<const char*>(ahead.from)), step(ahead.step) {}
   void advance() {
-    __builtin_prefetch(at, 0, 3);
-    __builtin_prefetch(at + kStepBytes / 2, 0, 3);
+    __builtin_prefetch(at, 0, kCache);
+    __builtin_prefetch(at + kStepBytes / 2, 0, kCache);
     at += step;
   }
 

@@ -121,7 +121,7 @@ class Linear {
           char* out = output(task.head, panel, begin + row);
           if (part + 1 == parts.count) fetch_rows_to_write(out, out_bytes(), m, static_cast<size_t>(kPanel * element_));
           const Ahead ahead = tiles.ahead(tile, next, w.panel_bytes(), tile_steps(w.dtype, w.k), tile_steps(w.dtype, k),
-                                            has_groups(w.dtype));
+                                            rows_without_lines(w.dtype));
           ready.multiply({rows + layout.at(row, k * row_element_), layout.row, ready.from(k), parts.length(part), m, result, kPanel,
                           part > 0, ahead, layout.block});
           if (part + 1 < parts.count) continue;

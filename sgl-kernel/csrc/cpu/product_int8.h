@@ -7,6 +7,10 @@
 
 namespace sgl_batch {
 
+// Where cores bring lines by themselves, so few tiles leave no time for those that are asked for to be in the first cache when they
+// are needed.
+constexpr int64_t kTilesWithNearLines = 3;
+
 // The rows of one of several tiles, and what it brings closer: its share of the panel that comes next, and `count` of the rows
 // that do, where these lie by blocks of k.
 struct Int8TileOf {
@@ -60,8 +64,8 @@ class Int8Panel {
   Int8Tile part(const Int8Rows& rows, const Int8TileOf& of, int64_t first, int64_t count, int32_t* sums) const {
     Int8Tile tile{.a = rows.at(of.row(), first), .a_stride = rows.layout.row, .panel = ready_ + first * kPanel,
                   .steps = quad_steps(count), .m = of.m(), .c = sums,
-                  .ahead = of.tiles.ahead(of.tile, of.next_panel, kPanel * rows.k, quad_steps(rows.k), quad_steps(first), false),
-                  .add = first > 0, .a_block = rows.layout.block};
+                  .ahead = of.tiles.ahead(of.tile, of.next_panel, kPanel * rows.k, quad_steps(rows.k), quad_steps(first), kFewInt8Rows),
+                  .add = first > 0, .a_block = rows.layout.block, .ahead_is_near = of.tiles.count >= kTilesWithNearLines || !core_brings_lines_between()};
     if (of.next_rows != nullptr) bring_blocks(tile.ahead, of.next_rows + rows.layout.at(0, first), of.count, rows.layout);
     return tile;
   }

@@ -53,6 +53,11 @@ inline bool core_brings_lines_between() {
 #endif
 }
 
+// Of a panel whose numbers a tile decodes, or of bytes that it multiplies with few rows, those cores bring all lines by themselves, as
+// long as it meets one tile.
+constexpr int64_t kFewInt8Rows = 8;
+inline int64_t rows_without_lines(DType weight) { return has_groups(weight) ? kMaxRows : 0; }
+
 // How many rows share one pass over a panel. Kernels that take rows by blocks need the fewest bytes of a panel for
 // a product, and a coded panel is decoded once for all of them, so that more rows pay.
 inline int64_t rows_per_block(const TileCut& cut, int64_t row_bytes, bool coded = false) {
@@ -116,13 +121,12 @@ struct Tiles {
   int size(int64_t tile) const { return static_cast<int>(at(tile + 1) - at(tile)); }
 
   // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow from the step `first` on: together the
-  // tiles bring them all. `decodes`: of panels whose groups share scales.
-  Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps, int64_t first, bool decodes) const {
+  // tiles bring them all. `alone`: how many rows of one tile ask for none of them where the core brings lines by itself.
+  Ahead ahead(int64_t tile, const void* from, int64_t bytes, int64_t steps, int64_t first, int64_t alone) const {
     const int64_t step = divide_up(bytes, steps * count);
     const char* share = static_cast<const char*>(from) + (tile * steps + first) * step;
     if (full_rows == 0 && core_brings_lines_between()) {
-      // Of a panel that it decodes a tile takes so long for a line that the core brings them all by itself.
-      if (decodes && count == 1) return {share, 0};
+      if (count == 1 && rows <= alone) return {share, 0};
       if (rows <= kFewRows && step == 2 * kLineBytes) return {share, step, share, step};
     }
     return {share, step};
