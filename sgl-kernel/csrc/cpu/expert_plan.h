@@ -15,7 +15,15 @@ namespace sgl_batch {
 // How many panels a down task has: a row is read from afar once for all of them. With many rows the products of kernels that take
 // rows by blocks are so quick that it pays to read rows and weights more rarely, though open sums leave the L2 cache for that.
 constexpr int64_t kDownPanelsPerTask = 2;
-constexpr int64_t kMostDownPanelsPerTask = 4;
+constexpr int64_t kDownPanelsOfBlocks = 4;
+
+// With few rows memory is what takes time, which is slow to begin: then an expert's panels are read in pieces of so many bytes.
+constexpr int64_t kBytesOfFewRows = 96 << 10;
+constexpr int64_t kMostPanelsOfFewRows = 8, kMostDownPanelsPerTask = kMostPanelsOfFewRows;
+constexpr int64_t kFewRowsOfExpert = 8;  // on average
+inline int64_t panels_of_few_rows(int64_t panel_bytes, int64_t least) {
+  return std::clamp<int64_t>(kBytesOfFewRows / std::max<int64_t>(1, panel_bytes), least, kMostPanelsOfFewRows);
+}
 
 // Routed rows of a group for each MiB of the second cache; of rows by blocks it may leave the cache, see above.
 constexpr int64_t kGroupRowsPerMiB = 4096;
@@ -25,6 +33,7 @@ constexpr int64_t kGroupRowsOfBlocks = 16384;
 struct ExpertCut {
   int64_t rows_per_block;  // of one expert
   int64_t rows_per_group;  // routed rows of a group: its tokens' open sums stay in the L2 cache
+  int64_t down_panel_bytes;
   int64_t down_panels = kDownPanelsPerTask;
 };
 

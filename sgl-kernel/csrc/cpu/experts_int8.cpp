@@ -46,8 +46,11 @@ class Int8Experts {
 
  private:
   ExpertCut cut() const {
-    if (!kernel_.cut.row_blocks) return {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsPerMiB};
-    return {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsOfBlocks, .down_panels = kMostDownPanelsPerTask};
+    const int64_t panel_bytes = kPanel * c_.inter;
+    if (!kernel_.cut.row_blocks)
+      return {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsPerMiB, .down_panel_bytes = panel_bytes};
+    return {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsOfBlocks, .down_panel_bytes = panel_bytes,
+            .down_panels = kDownPanelsOfBlocks};
   }
 
   void lay_out() {
@@ -101,9 +104,14 @@ class Int8Experts {
     float* to = whole ? reinterpret_cast<float*>(scratch + between_at_) : between(block);
     {
       const TileUse use(kernel_.release);
-      for (int64_t panel = task.first; panel < task.last; ++panel) {
-        const Place next = panel + 1 < task.last ? Place{block.expert, panel + 1} : Place{after.block.expert, after.first};
-        gate_up_panel(block, panel, next, rows, to + panel * kPanel, scratch);
+      const int64_t piece = block.end - block.begin <= kFewInt8Rows ? panels_of_few_rows(kPanel * c_.hidden, 1) : 1;
+      for (int64_t panel = task.first; panel < task.last; panel += piece) {
+        const int64_t last = std::min(panel + piece, task.last);
+        const Place next = last < task.last ? Place{block.expert, last} : Place{after.block.expert, after.first};
+        if (piece == 1)
+          gate_up_panel(block, panel, next, rows, to + panel * kPanel, scratch);
+        else
+          gate_up_piece(block, panel, last, next, rows, to + panel * kPanel, scratch);
       }
     }
     if (whole) round_block(block, to);
@@ -113,6 +121,25 @@ class Int8Experts {
     for (int64_t row = block.begin; row < block.end; ++row) {
       if (row + 1 < block.end) fetch(x_.at(rows_[row + 1].token), static_cast<size_t>(x_.layout.row));
       x_.copy(rows_[row].token, rows, row - block.begin);
+    }
+  }
+
+  // Panels [first, last) for few rows: all gates, then all ups, so that memory is read in long pieces.
+  void gate_up_piece(const Block& block, int64_t first, int64_t last, const Place& next, const Int8Rows& rows, float* to,
+                     char* scratch) const {
+    const Tiles tiles(0, block.end - block.begin, kernel_.cut);
+    const int m = tiles.size(0);
+    alignas(64) float gates[kFewInt8Rows * kPanel * kMostPanelsOfFewRows], ups[kFewInt8Rows * kPanel];
+    const auto multiply = [&](int64_t half, int64_t panel, float* products) {
+      const PackedInt8 weight = w13(block.expert, half), later = w13(next.expert, half);
+      const float* bias = c_.w13_bias == nullptr ? nullptr : c_.w13_bias + (2 * block.expert + half) * c_.inter + panel * kPanel;
+      const uint8_t* after = later.panel(std::min(next.panel + panel - first, later.panels() - 1));
+      Int8Panel(kernel_, weight, panel, bias, reinterpret_cast<uint8_t*>(scratch + spare_at_)).multiply(rows, {tiles, 0, after}, products, kPanel);
+    };
+    for (int64_t panel = first; panel < last; ++panel) multiply(0, panel, gates + (panel - first) * m * kPanel);
+    for (int64_t panel = first; panel < last; ++panel) {
+      multiply(1, panel, ups);
+      mix(gates + (panel - first) * m * kPanel, ups, m, to + (panel - first) * kPanel);
     }
   }
 
