@@ -21,6 +21,7 @@ constexpr int64_t kDownPanelsOfBlocks = 4;
 constexpr int64_t kBytesOfFewRows = 96 << 10;
 constexpr int64_t kMostPanelsOfFewRows = 8, kMostDownPanelsPerTask = kMostPanelsOfFewRows;
 constexpr int64_t kFewRowsOfExpert = 8;  // on average
+constexpr int64_t kExpertsPerThread = 8;
 inline int64_t panels_of_few_rows(int64_t panel_bytes, int64_t least) {
   return std::clamp<int64_t>(kBytesOfFewRows / std::max<int64_t>(1, panel_bytes), least, kMostPanelsOfFewRows);
 }
@@ -67,6 +68,11 @@ class ExpertPlan {
   const std::vector<Block>& blocks() const { return blocks_; }
   int64_t tokens_per_group() const { return tokens_per_group_; }
   int64_t down_panels_per_task() const { return down_panels_per_task_; }
+  // So few rows an expert, of so many experts, that a thread does best to go through all of an expert's panels.
+  bool has_few_rows() const {
+    const auto blocks = static_cast<int64_t>(blocks_.size());
+    return blocks >= kExpertsPerThread * num_threads() && static_cast<int64_t>(routing_.rows.size()) <= kFewRowsOfExpert * blocks;
+  }
   // A block's panels are one task's.
   bool whole_blocks() const { return up_chunks_ == 1; }
 

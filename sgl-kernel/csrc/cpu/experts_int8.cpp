@@ -23,13 +23,15 @@ class Int8Experts {
         kernel_(int8_kernel()),
         most_rows_(rows_per_block(kernel_.cut, call.hidden)),
         plan_(call, cut()),
-        rows_(plan_.routing().rows.data()) {}
+        rows_(plan_.routing().rows.data()),
+        by_experts_(!kernel_.cut.row_blocks && plan_.has_few_rows()) {}
 
   void run() {
     if (c_.tokens == 0) return;
     lay_out();
     const auto x_bytes = static_cast<int64_t>(size_of(c_.x_dtype));
     round_rows(c_.x, c_.x_dtype, c_.x_stride * x_bytes, c_.tokens, x_);
+    if (by_experts_) return run_by_experts();
     const int64_t up_tasks = plan_.up_tasks(), down_tasks = plan_.down_tasks();
     run_tasks_ahead(up_tasks, [this, up_tasks](int64_t task, int64_t next, int thread) {
       gate_up(plan_.up(task), plan_.up(std::min(next, up_tasks - 1)), scratch(thread));
@@ -45,6 +47,17 @@ class Int8Experts {
   }
 
  private:
+  // Few rows: a thread goes through all of an expert's matrices, each in one piece, and what it gives is added up in the end.
+  void run_by_experts() {
+    run_tasks(static_cast<int64_t>(plan_.blocks().size()),
+              [this](int64_t task, int thread) { whole_expert(plan_.blocks()[task], scratch(thread)); });
+    const int64_t tasks = sum_tasks();
+    run_tasks(tasks, [this, tasks](int64_t task, int thread) {
+      sum_tokens(c_.tokens * task / tasks, c_.tokens * (task + 1) / tasks, scratch(thread));
+    });
+  }
+  int64_t sum_tasks() const { return std::min(c_.tokens, kTasksPerThread * num_threads()); }
+
   ExpertCut cut() const {
     const int64_t panel_bytes = kPanel * c_.inter;
     if (!kernel_.cut.row_blocks)
@@ -64,11 +77,17 @@ class Int8Experts {
     const int64_t up_sums = 2 * (c_.hidden > kernel_.cut.best_k ? most_rows_ : 0);
     const int64_t down_sums = plan_.down_panels_per_task() * (c_.inter > kernel_.cut.best_k ? kernel_.cut.max_rows : 0);
     parts_at_ = one.take(sizeof(int32_t) * kPanel * static_cast<size_t>(std::max(up_sums, down_sums)));
-    sums_at_ = one.take(TokenSums::room_bytes(plan_.routing(), plan_.tokens_per_group(), kPanel * plan_.down_panels_per_task()));
-    between_at_ = one.take(whole ? sizeof(float) * most_rows_ * between_stride_ : 0);
+    out_stride_ = round_up(c_.hidden, kPanel);
+    sums_at_ = one.take(by_experts_ ? TokenSums::room_bytes(plan_.routing(), divide_up(c_.tokens, sum_tasks()), out_stride_)
+                                    : TokenSums::room_bytes(plan_.routing(), plan_.tokens_per_group(),
+                                                            kPanel * plan_.down_panels_per_task()));
+    const size_t block_bytes = sizeof(float) * static_cast<size_t>(most_rows_ * between_stride_);
+    between_at_ = one.take(whole || by_experts_ ? block_bytes : 0);
+    gates_at_ = one.take(by_experts_ ? block_bytes : 0);
     Carver all;
     const Int8RowsRoom x_room(all, c_.tokens, c_.hidden, false), inter_room(all, routed, c_.inter, by_blocks);
-    const size_t between_at = all.take(whole ? 0 : sizeof(float) * routed * between_stride_);
+    const size_t between_at = all.take(whole || by_experts_ ? 0 : sizeof(float) * routed * between_stride_);
+    const size_t products_at = all.take(by_experts_ ? sizeof(float) * routed * out_stride_ : 0);
     scratch_bytes_ = (one.total() + 4095) / 4096 * 4096;
     const size_t scratch_at = all.take(scratch_bytes_ * num_threads());
     static thread_local Workspace workspace;
@@ -76,6 +95,7 @@ class Int8Experts {
     x_ = x_room.in(base);
     inter_ = inter_room.in(base);
     between_ = reinterpret_cast<float*>(base + between_at);
+    products_ = reinterpret_cast<float*>(base + products_at);
     scratch_ = base + scratch_at;
     all.guard(base);
     for (int thread = 0; thread < num_threads(); ++thread) one.guard(scratch(thread));
@@ -104,42 +124,70 @@ class Int8Experts {
     float* to = whole ? reinterpret_cast<float*>(scratch + between_at_) : between(block);
     {
       const TileUse use(kernel_.release);
-      const int64_t piece = block.end - block.begin <= kFewInt8Rows ? panels_of_few_rows(kPanel * c_.hidden, 1) : 1;
-      for (int64_t panel = task.first; panel < task.last; panel += piece) {
-        const int64_t last = std::min(panel + piece, task.last);
-        const Place next = last < task.last ? Place{block.expert, last} : Place{after.block.expert, after.first};
-        if (piece == 1)
-          gate_up_panel(block, panel, next, rows, to + panel * kPanel, scratch);
-        else
-          gate_up_piece(block, panel, last, next, rows, to + panel * kPanel, scratch);
+      for (int64_t panel = task.first; panel < task.last; ++panel) {
+        const Place next = panel + 1 < task.last ? Place{block.expert, panel + 1} : Place{after.block.expert, after.first};
+        gate_up_panel(block, panel, next, rows, to + panel * kPanel, scratch);
       }
     }
     if (whole) round_block(block, to);
+  }
+
+  void whole_expert(const Block& block, char* scratch) const {
+    const Int8Rows rows = rows_room_.in(scratch);
+    gather(block, rows);
+    auto* gates = reinterpret_cast<float*>(scratch + gates_at_);
+    auto* between = reinterpret_cast<float*>(scratch + between_at_);
+    const TileUse use(kernel_.release);
+    const Tiles tiles(0, block.end - block.begin, kernel_.cut);
+    const PackedInt8 gate = w13(block.expert, 0), up = w13(block.expert, 1), down = w2(block.expert);
+    // A tile's gates of one panel follow another; so do those of the next one.
+    const auto gates_of = [&](int64_t panel, int64_t tile) { return gates + (panel * tiles.rows + tiles.at(tile)) * kPanel; };
+    each_tile(gate, c_.w13_bias, 2 * block.expert, up.panel(0), rows, tiles, scratch,
+              [&](int64_t panel, int64_t tile, const auto& multiply) { multiply(gates_of(panel, tile), kPanel); });
+    alignas(64) float ups[kMaxRows * kPanel];
+    each_tile(up, c_.w13_bias, 2 * block.expert + 1, down.panel(0), rows, tiles, scratch,
+              [&](int64_t panel, int64_t tile, const auto& multiply) {
+                multiply(ups, kPanel);
+                mix(gates_of(panel, tile), ups, tiles.size(tile), between + tiles.at(tile) * between_stride_ + panel * kPanel);
+              });
+    round_block(block, between);
+    const Tiles routed(block.begin, block.end, kernel_.cut);
+    each_tile(down, c_.w2_bias, block.expert, down.panel(0), inter_, routed, scratch,
+              [&](int64_t panel, int64_t tile, const auto& multiply) {
+                multiply(products_ + routed.at(tile) * out_stride_ + panel * kPanel, out_stride_);
+              });
+  }
+
+  // All panels of a matrix, the given one of those that have biases, with all tiles each: calls each(panel, tile, multiply), which
+  // calls multiply(to, stride). `after`: what is read next.
+  template <typename Each>
+  void each_tile(const PackedInt8& weight, const float* biases, int64_t index, const uint8_t* after, const Int8Rows& rows,
+                 const Tiles& tiles, char* scratch, const Each& each) const {
+    auto* spare = reinterpret_cast<uint8_t*>(scratch + spare_at_);
+    for (int64_t panel = 0; panel < weight.panels(); ++panel) {
+      const Int8Panel ready(kernel_, weight, panel, biases == nullptr ? nullptr : biases + index * weight.n + panel * kPanel, spare);
+      const uint8_t* next = panel + 1 < weight.panels() ? weight.panel(panel + 1) : after;
+      for (int64_t tile = 0; tile < tiles.count; ++tile)
+        each(panel, tile, [&](float* to, int64_t stride) { ready.multiply(rows, {tiles, tile, next}, to, stride); });
+    }
+  }
+
+  // The outputs of some tokens.
+  void sum_tokens(int64_t begin, int64_t end, char* scratch) const {
+    const Routing& routing = plan_.routing();
+    TokenSums sums(routing, begin, end, out_stride_, scratch + sums_at_);
+    for (int64_t expert = 0; expert < c_.experts; ++expert) {
+      const int64_t from = routing.first_row(expert, begin), to = routing.first_row(expert, end);
+      if (from < to) sums.add(from, static_cast<int>(to - from), products_ + from * out_stride_);
+    }
+    const int64_t bytes = c_.hidden * static_cast<int64_t>(size_of(c_.out_dtype));
+    sums.write(static_cast<char*>(c_.out) + begin * bytes, bytes, c_.out_dtype, c_.hidden);
   }
 
   void gather(const Block& block, const Int8Rows& rows) const {
     for (int64_t row = block.begin; row < block.end; ++row) {
       if (row + 1 < block.end) fetch(x_.at(rows_[row + 1].token), static_cast<size_t>(x_.layout.row));
       x_.copy(rows_[row].token, rows, row - block.begin);
-    }
-  }
-
-  // Panels [first, last) for few rows: all gates, then all ups, so that memory is read in long pieces.
-  void gate_up_piece(const Block& block, int64_t first, int64_t last, const Place& next, const Int8Rows& rows, float* to,
-                     char* scratch) const {
-    const Tiles tiles(0, block.end - block.begin, kernel_.cut);
-    const int m = tiles.size(0);
-    alignas(64) float gates[kFewInt8Rows * kPanel * kMostPanelsOfFewRows], ups[kFewInt8Rows * kPanel];
-    const auto multiply = [&](int64_t half, int64_t panel, float* products) {
-      const PackedInt8 weight = w13(block.expert, half), later = w13(next.expert, half);
-      const float* bias = c_.w13_bias == nullptr ? nullptr : c_.w13_bias + (2 * block.expert + half) * c_.inter + panel * kPanel;
-      const uint8_t* after = later.panel(std::min(next.panel + panel - first, later.panels() - 1));
-      Int8Panel(kernel_, weight, panel, bias, reinterpret_cast<uint8_t*>(scratch + spare_at_)).multiply(rows, {tiles, 0, after}, products, kPanel);
-    };
-    for (int64_t panel = first; panel < last; ++panel) multiply(0, panel, gates + (panel - first) * m * kPanel);
-    for (int64_t panel = first; panel < last; ++panel) {
-      multiply(1, panel, ups);
-      mix(gates + (panel - first) * m * kPanel, ups, m, to + (panel - first) * kPanel);
     }
   }
 
@@ -258,6 +306,10 @@ class Int8Experts {
   size_t spare_at_ = 0, parts_at_ = 0, sums_at_ = 0, between_at_ = 0, scratch_bytes_ = 0;
   int64_t between_stride_ = 0;  // floats
   Int8Rows x_{}, inter_{};      // by token; by expert and then by token
+  const bool by_experts_;
+  size_t gates_at_ = 0;
+  int64_t out_stride_ = 0;      // floats
+  float* products_ = nullptr;   // of all routed rows, by expert
   float* between_ = nullptr;    // of all blocks, where a block's columns lie in several tasks
   char* scratch_ = nullptr;
 };
