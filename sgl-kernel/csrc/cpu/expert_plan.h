@@ -119,4 +119,26 @@ void sum_down_products(const ExpertsCall& call, const ExpertPlan& plan, const Do
              call.out_dtype, std::min(columns, call.hidden - task.first * kPanel));
 }
 
+// Where a thread goes through all of an expert: the outputs of the tokens [begin, end), of the products of all routed rows, which
+// begin `stride` floats apart, whole panels. `room`: see TokenSums.
+inline void sum_whole_products(const ExpertsCall& call, const Routing& routing, int64_t begin, int64_t end, const float* products,
+                               int64_t stride, void* room) {
+  TokenSums sums(routing, begin, end, stride, room);
+  for (int64_t expert = 0; expert < call.experts; ++expert) {
+    const int64_t from = routing.first_row(expert, begin), to = routing.first_row(expert, end);
+    if (from < to) sums.add(from, static_cast<int>(to - from), products + from * stride);
+  }
+  const int64_t bytes = call.hidden * static_cast<int64_t>(size_of(call.out_dtype));
+  sums.write(static_cast<char*>(call.out) + begin * bytes, bytes, call.out_dtype, call.hidden);
+}
+
+// Calls sum(begin, end, thread) for all tokens, as many at a time as `most_tokens_of_sum` says.
+inline int64_t most_tokens_of_sum(int64_t tokens) { return divide_up(tokens, std::min(tokens, kTasksPerThread * num_threads())); }
+template <typename Sum>
+void run_token_sums(int64_t tokens, const Sum& sum) {
+  const int64_t most = most_tokens_of_sum(tokens);
+  run_tasks(divide_up(tokens, most),
+            [&](int64_t task, int thread) { sum(task * most, std::min(tokens, (task + 1) * most), thread); });
+}
+
 }  // namespace sgl_batch

@@ -22,7 +22,8 @@ class Experts {
         tile_(isa_.tile(call.w_dtype)),
         block_rows_(rows_per_block(tile_.cut, 2 * call.hidden, call.w13_marks != nullptr || has_groups(call.w_dtype))),
         plan_(call, cut()),
-        rows_(plan_.routing().rows.data()) {
+        rows_(plan_.routing().rows.data()),
+        by_experts_(!tile_.cut.row_blocks && call.part == ExpertsPart::kBoth && plan_.has_few_rows()) {
     for (const Block& block : plan_.blocks())
       if (c_.slots != nullptr && c_.slots[block.expert] < 0)
         throw std::invalid_argument("expert " + std::to_string(block.expert) + " has " +
@@ -32,6 +33,7 @@ class Experts {
   void run() {
     if (c_.tokens == 0) return;
     lay_out();
+    if (by_experts_) return run_by_experts();
     if (c_.part != ExpertsPart::kDown) {
       const int64_t tasks = plan_.up_tasks();
       run_tasks_ahead(tasks, [this, tasks](int64_t task, int64_t next, int thread) {
@@ -46,6 +48,15 @@ class Experts {
   }
 
  private:
+  // Few rows: a thread goes through all of an expert's matrices, each in one piece, and what it gives is added up in the end.
+  void run_by_experts() {
+    const auto count = static_cast<int64_t>(plan_.blocks().size());
+    run_tasks(count, [this](int64_t task, int thread) { whole_expert(plan_.blocks()[task], scratch(thread)); });
+    run_token_sums(c_.tokens, [this](int64_t begin, int64_t end, int thread) {
+      sum_whole_products(c_, plan_.routing(), begin, end, all_products_, out_stride_, scratch(thread) + sums_at_);
+    });
+  }
+
   ExpertCut cut() const {
     const int64_t panel_bytes = packed_bytes(c_.w_dtype, kPanel * c_.inter);
     if (!tile_.cut.row_blocks)
@@ -63,7 +74,11 @@ class Experts {
     const int64_t up_rows = 2 * (c_.hidden > tile_.cut.best_k ? block_rows_ : tile_.cut.max_rows);
     const int64_t down_rows = plan_.down_panels_per_task() * tile_.cut.max_rows;
     products_at_ = one.take(sizeof(float) * kPanel * static_cast<size_t>(std::max(up_rows, down_rows)));
-    sums_at_ = one.take(TokenSums::room_bytes(plan_.routing(), plan_.tokens_per_group(), kPanel * plan_.down_panels_per_task()));
+    out_stride_ = round_up(c_.hidden, kPanel);
+    sums_at_ = one.take(by_experts_ ? TokenSums::room_bytes(plan_.routing(), most_tokens_of_sum(c_.tokens), out_stride_)
+                                    : TokenSums::room_bytes(plan_.routing(), plan_.tokens_per_group(),
+                                                            kPanel * plan_.down_panels_per_task()));
+    gates_at_ = one.take(by_experts_ ? sizeof(float) * static_cast<size_t>(block_rows_ * round_up(c_.inter, kPanel)) : 0);
     Carver all;
     // Panels are stored whole, so that a row has room for its last one.
     const bool whole = c_.part == ExpertsPart::kBoth;
@@ -73,6 +88,7 @@ class Experts {
       inter_layout_ = RowLayout::blocks(rows);
     else
       inter_layout_ = RowLayout::plain(whole ? row_stride(padded) : c_.between_stride);
+    const size_t products_at = all.take(by_experts_ ? sizeof(float) * static_cast<size_t>(rows * out_stride_) : 0);
     const size_t inter_at = all.take(whole ? inter_layout_.room(rows, padded) : 0);
     scratch_bytes_ = (one.total() + 4095) / 4096 * 4096;
     const size_t scratch_at = all.take(scratch_bytes_ * num_threads());
@@ -80,6 +96,7 @@ class Experts {
     char* base = static_cast<char*>(workspace.at_least(all.total()));
     inter_ = whole ? base + inter_at : static_cast<char*>(c_.between);
     scratch_ = base + scratch_at;
+    all_products_ = reinterpret_cast<float*>(base + products_at);
     all.guard(base);
     for (int thread = 0; thread < num_threads(); ++thread) one.guard(scratch(thread));
   }
@@ -196,6 +213,51 @@ class Experts {
     return Tiles::with_rows(panel, x_row(row) + call % parts * bytes, bytes, steps);
   }
 
+  void whole_expert(const Block& block, char* scratch) const {
+    char* rows = scratch + rows_at_;
+    const RowLayout layout = x_layout(block.end - block.begin);
+    gather(block, rows, layout, scratch + converted_at_);
+    auto* gates = reinterpret_cast<float*>(scratch + gates_at_);
+    const TileUse use(tile_);
+    const Tiles tiles(block.begin, block.end, tile_.cut);
+    const PackedWeight gate = w13(block.expert, 0), up = w13(block.expert, 1), down = w2(block.expert);
+    const auto x_at = [&](int64_t tile) { return rows + layout.at(tiles.at(tile) - block.begin, 0); };
+    // A tile's gates of one panel follow another; so do those of the next one.
+    const auto gates_of = [&](int64_t panel, int64_t tile) {
+      return gates + (panel * tiles.rows + tiles.at(tile) - block.begin) * kPanel;
+    };
+    each_tile(gate, c_.w13_bias, 2 * block.expert, up.panel(0), tiles, scratch, [&](int64_t panel, int64_t tile, const auto& multiply) {
+      multiply(x_at(tile), layout, gates_of(panel, tile), kPanel);
+    });
+    alignas(64) float ups[kMaxRows * kPanel];
+    each_tile(up, c_.w13_bias, 2 * block.expert + 1, down.panel(0), tiles, scratch,
+              [&](int64_t panel, int64_t tile, const auto& multiply) {
+                multiply(x_at(tile), layout, ups, kPanel);
+                mix(gates_of(panel, tile), ups, tiles.size(tile), inter_at(tiles.at(tile), panel * kPanel));
+              });
+    each_tile(down, c_.w2_bias, block.expert, down.panel(0), tiles, scratch, [&](int64_t panel, int64_t tile, const auto& multiply) {
+      multiply(inter_at(tiles.at(tile), 0), inter_layout_, all_products_ + tiles.at(tile) * out_stride_ + panel * kPanel, out_stride_);
+    });
+  }
+
+  // All panels of a matrix, the given one of those that have biases, with all tiles each: calls each(panel, tile, multiply), which
+  // calls multiply(rows, their layout, to, stride). `after`: what is read next.
+  template <typename Each>
+  void each_tile(const PackedWeight& weight, const float* biases, int64_t index, const char* after, const Tiles& tiles, char* scratch,
+                 const Each& each) const {
+    for (int64_t panel = 0; panel < weight.panels(); ++panel) {
+      ReadyPanel ready = weight.ready(panel, isa_, scratch + panels_at_, tiles.count);
+      const char* next = panel + 1 < weight.panels() ? weight.panel(panel + 1) : after;
+      for (int64_t tile = 0; tile < tiles.count; ++tile)
+        each(panel, tile, [&](const char* rows, const RowLayout& layout, float* to, int64_t stride) {
+          const int m = tiles.size(tile);
+          ready.multiply({rows, layout.row, ready.from(0), weight.k, m, to, stride, false, ahead(tiles, tile, weight, next, 0), layout.block});
+          weight.scale(panel, isa_, to, stride, m);
+          if (biases != nullptr) add_bias(to, stride, m, biases + index * weight.n + panel * kPanel, weight.width(panel));
+        });
+    }
+  }
+
   void gather(const Block& block, char* rows, const RowLayout& layout, char* converted) const {
     for (int64_t row = block.begin; row < block.end; ++row) {
       if (row + 1 < block.end) fetch(x_row(row + 1), static_cast<size_t>(x_bytes()));
@@ -271,7 +333,10 @@ class Experts {
   const int64_t block_rows_;
   const ExpertPlan plan_;
   const RoutedRow* const rows_;
-  size_t rows_at_ = 0, converted_at_ = 0, panels_at_ = 0, products_at_ = 0, sums_at_ = 0, scratch_bytes_ = 0;
+  const bool by_experts_;
+  size_t rows_at_ = 0, converted_at_ = 0, panels_at_ = 0, products_at_ = 0, sums_at_ = 0, gates_at_ = 0, scratch_bytes_ = 0;
+  int64_t out_stride_ = 0;          // floats
+  float* all_products_ = nullptr;   // of all routed rows, by expert
   RowLayout inter_layout_{};
   char* inter_ = nullptr;
   char* scratch_ = nullptr;

@@ -51,12 +51,10 @@ class Int8Experts {
   void run_by_experts() {
     run_tasks(static_cast<int64_t>(plan_.blocks().size()),
               [this](int64_t task, int thread) { whole_expert(plan_.blocks()[task], scratch(thread)); });
-    const int64_t tasks = sum_tasks();
-    run_tasks(tasks, [this, tasks](int64_t task, int thread) {
-      sum_tokens(c_.tokens * task / tasks, c_.tokens * (task + 1) / tasks, scratch(thread));
+    run_token_sums(c_.tokens, [this](int64_t begin, int64_t end, int thread) {
+      sum_whole_products(c_, plan_.routing(), begin, end, products_, out_stride_, scratch(thread) + sums_at_);
     });
   }
-  int64_t sum_tasks() const { return std::min(c_.tokens, kTasksPerThread * num_threads()); }
 
   ExpertCut cut() const {
     const int64_t panel_bytes = kPanel * c_.inter;
@@ -78,7 +76,7 @@ class Int8Experts {
     const int64_t down_sums = plan_.down_panels_per_task() * (c_.inter > kernel_.cut.best_k ? kernel_.cut.max_rows : 0);
     parts_at_ = one.take(sizeof(int32_t) * kPanel * static_cast<size_t>(std::max(up_sums, down_sums)));
     out_stride_ = round_up(c_.hidden, kPanel);
-    sums_at_ = one.take(by_experts_ ? TokenSums::room_bytes(plan_.routing(), divide_up(c_.tokens, sum_tasks()), out_stride_)
+    sums_at_ = one.take(by_experts_ ? TokenSums::room_bytes(plan_.routing(), most_tokens_of_sum(c_.tokens), out_stride_)
                                     : TokenSums::room_bytes(plan_.routing(), plan_.tokens_per_group(),
                                                             kPanel * plan_.down_panels_per_task()));
     const size_t block_bytes = sizeof(float) * static_cast<size_t>(most_rows_ * between_stride_);
@@ -170,18 +168,6 @@ class Int8Experts {
       for (int64_t tile = 0; tile < tiles.count; ++tile)
         each(panel, tile, [&](float* to, int64_t stride) { ready.multiply(rows, {tiles, tile, next}, to, stride); });
     }
-  }
-
-  // The outputs of some tokens.
-  void sum_tokens(int64_t begin, int64_t end, char* scratch) const {
-    const Routing& routing = plan_.routing();
-    TokenSums sums(routing, begin, end, out_stride_, scratch + sums_at_);
-    for (int64_t expert = 0; expert < c_.experts; ++expert) {
-      const int64_t from = routing.first_row(expert, begin), to = routing.first_row(expert, end);
-      if (from < to) sums.add(from, static_cast<int>(to - from), products_ + from * out_stride_);
-    }
-    const int64_t bytes = c_.hidden * static_cast<int64_t>(size_of(c_.out_dtype));
-    sums.write(static_cast<char*>(c_.out) + begin * bytes, bytes, c_.out_dtype, c_.hidden);
   }
 
   void gather(const Block& block, const Int8Rows& rows) const {

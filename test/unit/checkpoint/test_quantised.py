@@ -313,7 +313,9 @@ def test_a_form_has_what_the_tensors_do_not_say() -> None:
     assert quantised_form({**GPTQ, "checkpoint_format": "gptq_v2"}).zero_lack == 0
     assert quantised_form(INT4).integers == ((4, 32),)
     assert quantised_form(compressed(num_bits=8, type="int", strategy="channel")).integers == ((8, None),)
-    groups = {name: {"weights": {"num_bits": 8, "type": "int"}, "input_activations": rows} for name, rows in W8A8.items()}
+    groups = {
+        name: {"weights": {"num_bits": 8, "type": "int"}, "input_activations": rows} for name, rows in W8A8.items()
+    }
     for some, expected in ((("rows",), True), (("rows", "kept"), False), (("fixed",), False), (("floats",), False)):
         asked = {**INT4, "config_groups": {name: groups[name] for name in some}}
         assert quantised_form(asked).for_int8_rows == expected

@@ -17,6 +17,7 @@ from kernel_attention import attention_cases
 from kernel_checks import DTYPES, TOLERANCE, Check, relative_error
 from kernel_choices import choice_cases
 from kernel_coded import coded_cases
+from kernel_few_rows import few_row_cases
 from kernel_fp4 import fp4_cases
 from kernel_fp8 import fp8_cases
 from kernel_int4 import int4_cases
@@ -97,6 +98,7 @@ def main() -> None:
         int4_cases(),
         fp8_cases(),
         int8_groups_cases(),
+        few_row_cases(),
         long_row_cases(),
         int8_long_row_cases(),
     )

@@ -101,10 +101,16 @@ def refused_cases() -> Iterator[Check]:
     by_128 = torch.zeros(2, 128, 66, dtype=torch.int16)
     refused: tuple[tuple[str, Callable[[], object]], ...] = (
         ("int8 in groups takes bfloat16 of multiples of", lambda: kernels.pack_int8_groups_(weight.float(), packed)),
-        ("no int8 of 64 inputs in groups of", lambda: kernels.pack_int8_groups_(weight, packed[:, :, :33].contiguous())),
+        (
+            "no int8 of 64 inputs in groups of",
+            lambda: kernels.pack_int8_groups_(weight, packed[:, :, :33].contiguous()),
+        ),
         ("int8 in groups is int16", lambda: kernels.pack_int8_groups_(weight, packed.int())),
         ("no int8 of 96 inputs", lambda: kernels.unpack_int8_groups(packed, 96)),
-        ("w13 is Short but w2 is BFloat16", lambda: kernels.experts(x, packed, weight[:, :, :32].contiguous(), *choice)),
+        (
+            "w13 is Short but w2 is BFloat16",
+            lambda: kernels.experts(x, packed, weight[:, :, :32].contiguous(), *choice),
+        ),
         (
             "groups of another size",
             lambda: kernels.experts(torch.zeros(1, 128), by_128, packed[:, :, :18].repeat(1, 2, 2), *choice),

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from sgl_batch.checkpoint.files import read_header
 from sgl_batch.checkpoint.model_directory import form_of_weights
-from sgl_batch.checkpoint.quantised import FP8_BITS, INT8_BITS, INTEGER_BITS, GroupedBits, QuantisedMatrix, find_quantised
+from sgl_batch.checkpoint.quantised import (
+    FP8_BITS,
+    INT8_BITS,
+    INTEGER_BITS,
+    GroupedBits,
+    QuantisedMatrix,
+    find_quantised,
+)
 from sgl_batch.core.quantised_form import quantised_form
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.small_weights import GROUPED_FORMS
