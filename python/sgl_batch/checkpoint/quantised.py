@@ -64,8 +64,8 @@ class GroupedBits:
 
 
 MXFP4_BITS = GroupedBits(bits=4, group=MXFP4_BLOCK, scale_bytes=1)
-# Integers whose zero point is in the scale's word, numbers of e4m3, and integers without a zero point. Larger groups are
-# several of these.
+# Integers whose zero point is in the scale's word, numbers of e4m3, and integers without a zero point. Larger groups
+# are several of these.
 INTEGER_BITS = tuple(GroupedBits(bits=4, group=group, scale_bytes=4) for group in (128, 64, 32))
 FP8_BITS = tuple(GroupedBits(bits=8, group=group, scale_bytes=4) for group in (128, 32))
 INT8_BITS = tuple(replace(one, is_int8=True) for one in FP8_BITS)

@@ -28,10 +28,10 @@ class QuantisedForm:
         zero_lack: What is added to GPTQ's stored zero points.
         integers: Of packed integers, by group of layers: bits, and how many inputs share a scale; None for all of a
             row. GPTQ and AWQ have one such group; the tensors' shapes say the same.
-        symmetric: Whether the zero points of integers are all half of what their bits count, as far as the config says.
+        symmetric: Whether zero points of integers are all half of what their bits count, as far as the config says.
         reordered: Whether inputs that share a scale need not be neighbours (GPTQ's desc_act).
         has_e4m3: Whether matrices of 8 bits are floats of e4m3, as far as the config says. The tensors say the same.
-        for_int8_rows: Whether the model was made for rows that are rounded to int8, each by itself, as they come (W8A8).
+        for_int8_rows: Whether the model was made for rows that are rounded to int8, each by itself (W8A8).
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""Decides which arguments let an engine on a CPU load a quantised checkpoint as floats, and which it may profit from."""
+"""Decides which arguments let an engine on a CPU load a quantised checkpoint, and which it may profit from."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ def draw_numbers(form: QuantisedForm, out: Tensor) -> None:
         blocks = torch.randint(0, 256, (*shape, MXFP4_BLOCK // 2), dtype=torch.uint8)
         mxfp4_floats(blocks, torch.full(shape, _DUMMY_POWER, dtype=torch.uint8), out)
     elif form.integers and not form.reordered and (half := _half_of_dummies(form)) is not None:
-        scales = _in_turn(tuple(scale / half for scale in _DUMMY_LARGEST), form.integers[0][1] or inputs, out)
+        least, most = _DUMMY_LARGEST
+        scales = _in_turn((least / half, most / half), form.integers[0][1] or inputs, out)
         for expert in out:
             expert.copy_(torch.randint(-half, half, expert.shape, dtype=torch.int8)).mul_(scales)
     elif form.has_e4m3 and not form.integers:
@@ -158,7 +159,7 @@ def _half_of_dummies(form: QuantisedForm) -> int | None:
     return 128 if form.symmetric and all(bits == _BYTE_BITS for bits, _ in form.integers) else None
 
 
-def _in_turn(scales: tuple[float, ...], group: int, out: Tensor) -> Tensor:
+def _in_turn(scales: tuple[float, float], group: int, out: Tensor) -> Tensor:
     """Return a scale for each input of matrices `out`: neighbouring groups have two, and do not fit in a larger one."""
     groups = torch.arange(out.shape[2]) // group
     return torch.where(groups % 2 == 0, *scales).to(out.dtype)
@@ -225,7 +226,7 @@ def _widen_plainly(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def _widen_scaled(parts: Parts, block: tuple[int, int] | None, out: Tensor) -> bool:
-    """Write a matrix of 8 bits to `out` [outputs, inputs] by the native kernels; return False if they do not take it."""
+    """Write a matrix of 8 bits to `out` [outputs, inputs] by the native kernels, and return whether they take it."""
     kernels, weight, zeros = native_kernels(), parts[".weight"].contiguous(), parts.get(".weight_zero_point")
     if kernels is None or out.dtype != torch.bfloat16:
         return False
