@@ -65,7 +65,8 @@ class Int8Panel {
     Int8Tile tile{.a = rows.at(of.row(), first), .a_stride = rows.layout.row, .panel = ready_ + first * kPanel,
                   .steps = quad_steps(count), .m = of.m(), .c = sums,
                   .ahead = of.tiles.ahead(of.tile, of.next_panel, kPanel * rows.k, quad_steps(rows.k), quad_steps(first), kFewInt8Rows),
-                  .add = first > 0, .a_block = rows.layout.block, .ahead_is_near = of.tiles.count >= kTilesWithNearLines || !core_brings_lines_between()};
+                  .add = first > 0, .a_block = rows.layout.block,
+                  .ahead_is_near = of.tiles.count >= kTilesWithNearLines || !core_brings_lines_between()};
     if (of.next_rows != nullptr) bring_blocks(tile.ahead, of.next_rows + rows.layout.at(0, first), of.count, rows.layout);
     return tile;
   }
