@@ -366,8 +366,9 @@ def start_tree(server_args: ServerArgs, spec: ProcessSpec) -> tuple[processes.La
     start_log.end("all processes started")
     announce_start(spec)
     announce("forward", running["forward"])
-    advice = activations_advice(server_args.model_path, server_args.revision, spec.config.forward)
-    if advice is not None and server_args.device == "cpu":
+    if server_args.device == "cpu" and (
+        advice := activations_advice(server_args.model_path, server_args.revision, spec.config.forward)
+    ):
         announce("activations", advice)
     spec.watch(launched.tokenizer_manager.note_death)
     return launched, str(running["forward"])

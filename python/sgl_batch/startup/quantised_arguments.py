@@ -29,8 +29,10 @@ def quantised_arguments(given: Mapping[str, object], *, on_cpu: bool) -> dict[st
 
 def activations_advice(model: str, revision: str | None, forward: ForwardConfig) -> str | None:
     """Return what to say of a model on a CPU that was made for rows of int8, where they stay floats; else None."""
+    if forward.cpu_activations != "model":
+        return None
     form = form_of_weights(model, revision)
-    if form is None or not form.for_int8_rows or forward.cpu_activations != "model":
+    if form is None or not form.for_int8_rows:
         return None
     return (
         "the model was made for rows that are rounded to int8, and they stay as they are: --cpu-weight-dtype int8 "

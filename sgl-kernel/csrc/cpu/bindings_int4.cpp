@@ -47,12 +47,12 @@ void widen_integers(const at::Tensor& integers, const at::Tensor& lacks, const a
     std::vector<uint32_t> words(in_words ? static_cast<size_t>(integers.size(1)) : 0);
     for (int64_t row = task * kPanel; row < std::min((task + 1) * kPanel, rows); ++row) {
       const WideGroups groups{of_lacks + row * across, of_scales + row * across, k / across};
-      if (has_sign) {
-        widen_byte_row(static_cast<const int8_t*>(integers.data_ptr()) + row * k, groups, k, to + row * k);
-        continue;
-      }
       if (!in_words) {
-        widen_byte_row(static_cast<const uint8_t*>(integers.data_ptr()) + row * k, groups, k, to + row * k);
+        const auto* bytes = static_cast<const uint8_t*>(integers.data_ptr()) + row * k;
+        if (has_sign)
+          widen_byte_row(reinterpret_cast<const int8_t*>(bytes), groups, k, to + row * k);
+        else
+          widen_byte_row(bytes, groups, k, to + row * k);
         continue;
       }
       const auto* from = static_cast<const uint32_t*>(integers.data_ptr()) + row * integers.stride(0);

@@ -24,8 +24,9 @@ ExpertPlan::ExpertPlan(const ExpertsCall& call, const ExpertCut& cut)
   // More than the usual ones only where many tasks are left.
   const int64_t usual = std::clamp<int64_t>(down_panels_ * groups_ / wanted, 1, kDownPanelsPerTask);
   down_panels_per_task_ = std::clamp<int64_t>(down_panels_ * groups_ / (2 * wanted), usual, std::max(usual, cut.down_panels));
-  if (static_cast<int64_t>(routing_.rows.size()) <= kFewRowsOfExpert * blocks) {
-    const int64_t most = panels_of_few_rows(cut.down_panel_bytes, down_panels_per_task_);
+  if (has_few_rows()) {
+    const int64_t piece = kBytesOfFewRows / std::max<int64_t>(1, cut.down_panel_bytes);
+    const int64_t most = std::clamp<int64_t>(piece, down_panels_per_task_, kMostDownPanelsPerTask);
     down_panels_per_task_ = std::clamp<int64_t>(down_panels_ * groups_ / (2 * num_threads()), down_panels_per_task_, most);
   }
   down_chunks_ = divide_up(down_panels_, down_panels_per_task_);

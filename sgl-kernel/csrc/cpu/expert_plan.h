@@ -19,12 +19,9 @@ constexpr int64_t kDownPanelsOfBlocks = 4;
 
 // With few rows memory is what takes time, which is slow to begin: then an expert's panels are read in pieces of so many bytes.
 constexpr int64_t kBytesOfFewRows = 96 << 10;
-constexpr int64_t kMostPanelsOfFewRows = 8, kMostDownPanelsPerTask = kMostPanelsOfFewRows;
+constexpr int64_t kMostDownPanelsPerTask = 8;
 constexpr int64_t kFewRowsOfExpert = 8;  // on average
 constexpr int64_t kExpertsPerThread = 8;
-inline int64_t panels_of_few_rows(int64_t panel_bytes, int64_t least) {
-  return std::clamp<int64_t>(kBytesOfFewRows / std::max<int64_t>(1, panel_bytes), least, kMostPanelsOfFewRows);
-}
 
 // Routed rows of a group for each MiB of the second cache; of rows by blocks it may leave the cache, see above.
 constexpr int64_t kGroupRowsPerMiB = 4096;
@@ -69,9 +66,8 @@ class ExpertPlan {
   int64_t tokens_per_group() const { return tokens_per_group_; }
   int64_t down_panels_per_task() const { return down_panels_per_task_; }
   // So few rows an expert, of so many experts, that a thread does best to go through all of an expert's panels.
-  bool has_few_rows() const {
-    const auto blocks = static_cast<int64_t>(blocks_.size());
-    return blocks >= kExpertsPerThread * num_threads() && static_cast<int64_t>(routing_.rows.size()) <= kFewRowsOfExpert * blocks;
+  bool goes_by_experts() const {
+    return has_few_rows() && static_cast<int64_t>(blocks_.size()) >= kExpertsPerThread * num_threads();
   }
   // A block's panels are one task's.
   bool whole_blocks() const { return up_chunks_ == 1; }
@@ -94,6 +90,8 @@ class ExpertPlan {
   int64_t first_row(int64_t expert, int64_t group) const { return first_rows_[expert * (groups_ + 1) + group]; }
 
  private:
+  bool has_few_rows() const { return routing_.rows.size() <= kFewRowsOfExpert * blocks_.size(); }
+
   const int64_t tokens_;
   const Routing routing_;
   const int64_t up_panels_, down_panels_;

@@ -23,7 +23,7 @@ class Experts {
         block_rows_(rows_per_block(tile_.cut, 2 * call.hidden, call.w13_marks != nullptr || has_groups(call.w_dtype))),
         plan_(call, cut()),
         rows_(plan_.routing().rows.data()),
-        by_experts_(!tile_.cut.row_blocks && call.part == ExpertsPart::kBoth && plan_.has_few_rows()) {
+        by_experts_(!tile_.cut.row_blocks && call.part == ExpertsPart::kBoth && plan_.goes_by_experts()) {
     for (const Block& block : plan_.blocks())
       if (c_.slots != nullptr && c_.slots[block.expert] < 0)
         throw std::invalid_argument("expert " + std::to_string(block.expert) + " has " +

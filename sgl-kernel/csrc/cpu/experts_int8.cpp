@@ -24,7 +24,7 @@ class Int8Experts {
         most_rows_(rows_per_block(kernel_.cut, call.hidden)),
         plan_(call, cut()),
         rows_(plan_.routing().rows.data()),
-        by_experts_(!kernel_.cut.row_blocks && plan_.has_few_rows()) {}
+        by_experts_(!kernel_.cut.row_blocks && plan_.goes_by_experts()) {}
 
   void run() {
     if (c_.tokens == 0) return;

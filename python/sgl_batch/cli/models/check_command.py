@@ -223,12 +223,12 @@ def _how(report: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     number_format = f", {report['number_format']}" if "number_format" in report else ""
     status = f": {report['status']}" if "status" in report else ""
-    return [
+    lines = [
         ("model", f"{report['model']}: {report['architecture']}{number_format}"),
         ("forward", report["forward"]),
         ("device", f"{report['device']}{status}"),
-        *((name, report[name]) for name in ("activations",) if name in report),
     ]
+    return [*lines, ("activations", report["activations"])] if "activations" in report else lines
 
 
 def _sizes(report: dict[str, Any]) -> list[tuple[str, str]]:
