@@ -78,8 +78,15 @@ LAYOUTS = (
 _NAMES = {name for layout in LAYOUTS for name in (layout.gate, layout.up, layout.down)}
 _ONE = "|".join(re.escape(name).replace(re.escape("{expert}"), r"\d+") for name in sorted(_NAMES))
 _EXPERT = re.compile(rf"\.experts\.(?:{_ONE})$")
+_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
 def is_expert_weight(name: str) -> bool:
     """Return whether a tensor of a checkpoint has matrices of routed experts. Their biases are other tensors."""
     return _EXPERT.search(name) is not None
+
+
+def expert_number(name: str) -> int | None:
+    """Return the number of the routed expert that a tensor belongs to; None for a tensor of all of them, or of none."""
+    found = _NUMBER.search(name)
+    return None if found is None else int(found[1])

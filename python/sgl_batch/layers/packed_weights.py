@@ -8,56 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from types import ModuleType
 
 import torch
 
-from sgl_batch.distributed.shared_arena import SharedArena
+from sgl_batch.distributed.shared_arena import SharedArena, padded
 from sgl_batch.layers import cpu_gemm
 from sgl_batch.layers.column_split import ColumnSplit, PassSplit
 from sgl_batch.layers.moe import cpu_experts
 from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in_halves
 from sgl_batch.layers.moe.packed_experts import biases_of, packed_experts
-from sgl_batch.layers.small_weights import GROUPED_FORMS, GroupedForm, from_int8, int8_room, new_tensor
+from sgl_batch.layers.packed_forms import Form, Packed
+from sgl_batch.layers.shared_forms import SharedForms, SmallForm
+from sgl_batch.layers.small_weights import GROUPED_FORMS, from_int8, int8_room, most_grouped_bytes, new_tensor
 
 PANEL = 32
 """Columns of a panel of a packed weight; the last panel has the remaining ones (sgl-kernel/csrc/cpu/gemm.h)."""
-
-
-class _Form(Enum):
-    """What becomes of a weight's numbers that have no grouped form, or are to have none."""
-
-    PLAIN, INT8, CODED = "plain", "int8", "coded"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Packed:
-    """A weight whose data are packed, as matrices [B, N, K] of `shape`; int8 matrices have `scales` [B, N].
-
-    Matrices of coded panels have `marks` [B, panels]. `alike`: the weights that are packed in one form, this one among
-    them.
-    """
-
-    weight: torch.Tensor
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    form: _Form
-    may_be_grouped: bool
-    alike: list[_Packed]
-    scales: torch.Tensor | None = None
-    marks: torch.Tensor | None = None
-    in_quads: bool = False
-    """Whether int8 matrices are packed to meet int8 rows."""
-    grouped: GroupedForm | None = None
-    """The form of matrices of 4 or 8 bits that share scales, whose data `weight` holds; None for others."""
-    reordered: bool = False
-    """Whether the rows of each expert's gate and up alternate in the plain order."""
-
-    @property
-    def matrices(self) -> torch.Tensor:
-        return self.weight.data.view(*self.shape[:2], -1)
 
 
 class PackedWeights:
@@ -69,7 +35,7 @@ class PackedWeights:
     rounded weights, so that products are of int8 with int8. `coded`: code experts' weights of bf16, of which
     products then read 12 bits each, without loss. `grouped`: keep weights of bf16 whose numbers are all those of mxfp4,
     or integers of 4 or 8 bits or numbers of fp8 times scales of groups, in little more than 4 or 8 bits, without loss,
-    except weights that are added as `exact` or that ranks share.
+    except weights that are added as `exact`.
     """
 
     def __init__(
@@ -85,8 +51,9 @@ class PackedWeights:
         assert not (int8 and (coded or grouped)), "int8 weights have no codes"
         self._kernels = kernels
         self._int8, self._int8_rows, self._coded, self._grouped = int8, int8_rows, coded, grouped
-        self._packed: dict[int, _Packed] = {}
+        self._packed: dict[int, Packed] = {}
         self._arena: SharedArena | None = None
+        self._shared_forms: SharedForms | None = None
         self._biases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._ones, self._zeros = torch.ones(0, 1), torch.zeros(0, 1, dtype=torch.int32)
         self.split = PassSplit()
@@ -96,10 +63,23 @@ class PackedWeights:
     def share(self, arena: SharedArena) -> None:
         """Pack weights that lie in an arena together with the ranks that share it, each some of them.
 
-        All ranks then add the same weights in the same order, and `seal` the arena. Before weights may be written,
-        this rank takes a copy of them all.
+        All ranks then add the same weights in the same order, `settle` their forms, and seal the arena. Before weights
+        may be written, this rank takes a copy of them all.
         """
-        self._arena = arena
+        self._arena, self._shared_forms = arena, SharedForms(arena)
+
+    def small_bytes(self, weight: torch.Tensor) -> int:
+        """Return the room in an arena for the smaller form that a weight [out, in] in it may take."""
+        if self._int8:
+            return padded(weight.numel()) + padded(len(weight) * torch.float32.itemsize)
+        may_be_grouped = self._grouped and weight.dtype == torch.bfloat16
+        return padded(most_grouped_bytes(weight.numel())) + padded(1) if may_be_grouped else 0
+
+    def settle(self) -> None:
+        """Learn the forms of the weights that ranks share. Each calls it when all are added, with the arena open."""
+        if self._shared_forms is not None:
+            self._shared_forms.settle()
+            self._packed = {packed.weight.data_ptr(): packed for packed in self._packed.values()}
 
     def add_linear(self, weight: torch.Tensor, *, exact: bool = False) -> bool:
         """Pack a weight [out, in]; return False if the kernels cannot take it."""
@@ -131,20 +111,21 @@ class PackedWeights:
     ) -> bool:
         if self._kernels is None or not all(_packable(weight) for weight, _ in weights):
             return False
-        alike: list[_Packed] = []
-        # Ranks that share a weight would have to wait for each other to know whether its numbers have a grouped form.
-        tries_groups = self._grouped and not exact and not any(self._is_shared(weight) for weight, _ in weights)
+        alike: list[Packed] = []
+        # Those of which ranks share but some have no form that all ranks would know.
+        are_alike = len({self._is_shared(weight) for weight, _ in weights}) == 1
+        tries_groups = self._grouped and not exact and are_alike
         for weight, shape in weights:
             assert weight not in self, "a weight is packed once"
             batches, outputs, inputs = weight.data.view(shape).shape
             is_bf16 = weight.dtype == torch.bfloat16
-            form = _Form.PLAIN
+            form = Form.PLAIN
             if self._int8 and not exact and (self._int8_rows or inputs % 2 == 0):
-                form = _Form.INT8
+                form = Form.INT8
             elif is_bf16 and self._coded and experts:
-                form = _Form.CODED
+                form = Form.CODED
             alike.append(
-                _Packed(
+                Packed(
                     weight=weight,
                     shape=(batches, outputs, inputs),
                     dtype=weight.dtype,
@@ -160,10 +141,13 @@ class PackedWeights:
     def _is_shared(self, weight: torch.Tensor) -> bool:
         return self._arena is not None and weight in self._arena
 
-    def _put(self, alike: list[_Packed]) -> None:
+    def _put(self, alike: list[Packed]) -> None:
         for packed in alike:
             if packed.reordered:
                 _reorder(packed.weight.data, in_halves)
+        if self._shared_forms is not None and all(one.may_be_grouped and self._is_shared(one.weight) for one in alike):
+            self._put_shared(alike, self._shared_forms)
+            return
         small = self._in_groups(alike)
         for index, packed in enumerate(alike):
             if small is None:
@@ -173,7 +157,18 @@ class PackedWeights:
                 packed.weight.data = made[index].view(*packed.weight.shape[:-1], -1)
             self._packed[packed.weight.data_ptr()] = packed
 
-    def _in_groups(self, alike: list[_Packed]) -> tuple[GroupedForm, list[torch.Tensor]] | None:
+    def _put_shared(self, alike: list[Packed], forms: SharedForms) -> None:
+        """Pack weights for all ranks if it is this one's turn. The others learn their form when all are packed."""
+        assert self._kernels is not None, "without kernels nothing is packed"
+        is_ours = forms.takes(alike)
+        small = self._in_groups(alike) if is_ours else None
+        for packed in alike:
+            if is_ours and small is None:
+                self._kernels.pack_(packed.matrices)
+            self._packed[packed.weight.data_ptr()] = packed
+        forms.add(alike, small, is_ours=is_ours)
+
+    def _in_groups(self, alike: list[Packed]) -> SmallForm | None:
         """Return the first grouped form that all of the weights have, and their data in it; None if there is none."""
         assert self._kernels is not None, "without kernels nothing is packed"
         if not all(packed.may_be_grouped for packed in alike):
@@ -193,13 +188,13 @@ class PackedWeights:
                 return form, made
         return None
 
-    def _put_alone(self, packed: _Packed) -> None:
+    def _put_alone(self, packed: Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         arena = self._arena if self._is_shared(packed.weight) else None
-        coded = packed.form is _Form.CODED
+        coded = packed.form is Form.CODED
         assert arena is None or not coded, "each rank codes its own experts"
         is_ours = arena is None or arena.takes(packed.weight.nbytes)
-        if packed.form is _Form.INT8:
+        if packed.form is Form.INT8:
             exact = packed.matrices
             rounded, packed.scales = int8_room(exact.shape, new_tensor if arena is None else arena.empty)
             if is_ours:
@@ -214,7 +209,7 @@ class PackedWeights:
             pack = self._kernels.pack_quads_ if packed.in_quads else self._kernels.pack_
             pack(packed.matrices)
 
-    def _take(self, packed: _Packed) -> None:
+    def _take(self, packed: Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         del self._packed[packed.weight.data_ptr()]
         if packed.grouped is not None:
@@ -225,7 +220,7 @@ class PackedWeights:
         if packed.reordered:
             _reorder(packed.weight.data, alternating)
 
-    def _take_alone(self, packed: _Packed) -> None:
+    def _take_alone(self, packed: Packed) -> None:
         assert self._kernels is not None, "without kernels nothing is packed"
         if packed.marks is not None:
             self._kernels.uncode_(packed.matrices, packed.marks)
@@ -251,7 +246,7 @@ class PackedWeights:
         """
         if self._arena is not None:
             self._arena.make_own()
-            self._arena = None
+            self._arena = self._shared_forms = None
         everything = list(self._packed.values())
         for packed in everything:
             self._take(packed)

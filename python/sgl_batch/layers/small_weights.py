@@ -46,9 +46,9 @@ class GroupedForm:
     operators: str
     tells_inputs: bool = False
 
-    def room(self, shape: torch.Size) -> torch.Tensor:
-        """Return a tensor [B, N, any] for matrices [B, N, K]."""
-        room = torch.empty(*shape[:-1], self.bits.num_bytes(shape[-1]) // self.dtype.itemsize, dtype=self.dtype)
+    def room(self, shape: Sequence[int], make: MakeTensor = new_tensor) -> torch.Tensor:
+        """Return a tensor [B, N, any], made by `make`, for matrices [B, N, K]."""
+        room = make((*shape[:-1], self.bits.num_bytes(shape[-1]) // self.dtype.itemsize), self.dtype)
         prefer_huge_pages(room)
         return room
 
@@ -70,6 +70,11 @@ GROUPED_FORMS = (
     *(GroupedForm(bits, torch.int16, "int8_groups") for bits in INT8_BITS),
 )
 """In the order in which they are tried: the smallest first."""
+
+
+def most_grouped_bytes(count: int) -> int:
+    """Return the bytes that so many numbers take in the largest of the grouped forms."""
+    return max(form.bits.num_bytes(count) for form in GROUPED_FORMS)
 
 
 def from_int8(rounded_BNK: torch.Tensor, scales_BN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.errors import ConfigError
 from sgl_batch.model_executor.model_runner import BatchModelRunner
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.model_executor.weight_watch import reform_of
+from sgl_batch.model_executor.weight_watch import load_share, reform_of
 from sgl_batch.sglang_adapter.checkpoint_loading import reformed_weights
 from sgl_batch.sglang_adapter.forward import TpModelWorker, keep_tensors_for, set_model_runner
 from sgl_batch.sglang_adapter.names import SAFETENSORS
@@ -58,7 +58,8 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
     # cannot be updated: they are read from their files again, so an update would change the other weights alone.
 
     def update_weights_from_disk(self, recv_req: object) -> tuple[bool, str]:
-        with reformed_weights(reform_of(self.model_runner.device, self.model_config.dtype)):
+        loads = load_share(self.model_config.hf_text_config, self._context.rank_context)
+        with reformed_weights(reform_of(self.model_runner.device, self.model_config.dtype, loads)):
             return self._updated(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_distributed(self, recv_req: object) -> tuple[bool, str]:

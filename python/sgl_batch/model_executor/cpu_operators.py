@@ -179,6 +179,10 @@ class CpuOperators:
     def rounds_to_int8(self) -> bool:
         return self._int8
 
+    def small_bytes(self, weight: torch.Tensor) -> int:
+        """Return the room in an arena for the smaller form that a weight in it may take."""
+        return self._weights.small_bytes(weight)
+
     def share_weights(self, arena: SharedArena) -> None:
         """Let `adopt` pack the weights of an arena together with the ranks that share it. The caller seals it then."""
         self.shared_weights = arena
@@ -205,6 +209,7 @@ class CpuOperators:
             self._weights.add_linear(head.weight, exact=True)
         adopt_prompt_log_probabilities(model, _LOGPROB_BYTES, self._kernels)
         self.adopt_experts(model)
+        self._weights.settle()
         if self._must_code and not self._weights.has_codes:
             raise ConfigError(
                 "cpu_weight_dtype is 'lossless12', which is for experts of bfloat16, and the model has none: leave it "

@@ -44,7 +44,7 @@ from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.partition_set import PartitionSets
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.model_executor.weight_watch import adopt_loaded, reform_of, weight_reading, weight_watch
+from sgl_batch.model_executor.weight_watch import adopt_loaded, load_share, reform_of, weight_reading, weight_watch
 from sgl_batch.model_executor.yield_callback import make_yield_callback
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers, reports_choices
@@ -136,11 +136,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         self.context.start_log.end("scheduler and process groups made")
         operators, resident = self.context.cpu_operators, memory.weights == "resident"
-        watch = weight_watch(config.hf_text_config, rank_context, operators, resident=resident)
-        reading = weight_reading(rank_context)
+        loads, reading = load_share(config.hf_text_config, rank_context), weight_reading(rank_context)
+        watch = weight_watch(config.hf_text_config, rank_context, operators, loads, resident=resident)
+        reform = reform_of(self.device, config.dtype, loads)
         with shard, huge_parameters(), models_as_configured():
             if resident:
-                with loading_weights(self.server_args, watch, reading, reform_of=reform_of(self.device, config.dtype)):
+                with loading_weights(self.server_args, watch, reading, reform_of=reform):
                     super().load_model()
             else:
                 with unloaded_experts(), loading_weights(self.server_args, watch, reading, is_expert_weight) as files:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.checkpoint.model_directory import form_of_weights
 from sgl_batch.checkpoint.quantised import is_kept_as_floats
-from sgl_batch.core.model_numbers import number
+from sgl_batch.core.model_numbers import NUM_EXPERTS, number
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.metrics.start_log import StartLog
@@ -20,17 +22,33 @@ from sgl_batch.sglang_adapter.layers import expert_layers, plain_linears
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.weights.dequantised import Dequantised, draw_numbers
 from sgl_batch.weights.direct_tensors import read_past_page_cache
+from sgl_batch.weights.load_share import LoadShare
 from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.shared_weights import SharedWeights
+from sgl_batch.weights.unloaded_experts import is_expert_parameter
+
+
+def load_share(config: object, rank_context: RankContext | None) -> LoadShare:
+    """Return what this rank loads of a model with Hugging Face's `config`: its own experts, and all other weights."""
+    num_experts = number(lambda name: getattr(config, name, None), *NUM_EXPERTS)
+    if rank_context is None or num_experts == 0:
+        return LoadShare()
+    held = num_experts // rank_context.topology.num_expert_shards
+    return LoadShare(range(rank_context.expert_shard * held, (rank_context.expert_shard + 1) * held))
 
 
 def weight_watch(
-    config: object, rank_context: RankContext | None, operators: CpuOperators | None, *, resident: bool
+    config: object,
+    rank_context: RankContext | None,
+    operators: CpuOperators | None,
+    loads: LoadShare,
+    *,
+    resident: bool,
 ) -> WeightWatch:
     """Return the watch of this rank, for a model with Hugging Face's `config`.
 
-    On a CPU, several ranks share weights, and `operators` learn in which memory. Those of one rank adopt weights
-    while others are loaded, if experts are `resident`.
+    On a CPU, several ranks share weights, and `operators` learn in which memory; of what `loads` has, others then load
+    a part. `operators` adopt weights while others are loaded, if experts are `resident`: of several ranks, experts.
     """
     watch = LoadedWeights(
         number(lambda name: getattr(config, name, None), "num_hidden_layers"),
@@ -39,14 +57,19 @@ def weight_watch(
         is_elsewhere=is_expert_weight
         if rank_context is not None and rank_context.topology.num_expert_shards > 1
         else _never,
-        by_layer=_is_known if rank_context is None else lambda _: False,
+        by_layer=_all_parameters if rank_context is None else _parameters_of_experts,
         adopt=operators.adopt_early if operators is not None and resident else None,
         copy=None if operators is None else operators.copy,
     )
     if rank_context is None or operators is None:
         return watch
     return SharedWeights(
-        watch, rank_context, int8=operators.rounds_to_int8, may_share=_is_known, share=operators.share_weights
+        watch,
+        rank_context,
+        loads=loads,
+        small_bytes=operators.small_bytes,
+        may_share=_is_known,
+        share=operators.share_weights,
     )
 
 
@@ -58,12 +81,15 @@ def weight_reading(rank_context: RankContext | None) -> WeightReading | None:
     return read_past_page_cache if rank_context is None else None
 
 
-def reform_of(device: str, dtype: torch.dtype) -> ReformOf | None:
-    """Return what takes quantised weights to floats of `dtype`, with which a CPU computes; None on other devices."""
+def reform_of(device: str, dtype: torch.dtype, loads: LoadShare) -> ReformOf | None:
+    """Return what takes quantised weights to floats of `dtype`, with which a CPU computes; None on other devices.
+
+    Of several ranks each takes only those to floats that it `loads`.
+    """
 
     def of_model(name: str, revision: str | None) -> WeightReform | None:
         form = form_of_weights(name, revision)
-        return None if form is None else Dequantised(form, dtype)
+        return None if form is None else Dequantised(form, dtype, loads)
 
     return of_model if device == "cpu" else None
 
@@ -100,6 +126,14 @@ def _draw_weights(model: nn.Module, form: QuantisedForm | None) -> None:
 
 def _never(_name: str) -> bool:
     return False
+
+
+def _all_parameters(model: nn.Module) -> Callable[[str], bool]:
+    return (lambda _: True) if _is_known(model) else _never
+
+
+def _parameters_of_experts(model: nn.Module) -> Callable[[str], bool]:
+    return is_expert_parameter if _is_known(model) else _never
 
 
 def _is_known(model: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.memory.huge_buffer import huge_buffer
+from sgl_batch.weights.load_share import LoadShare
 
 Parts = Mapping[str, Tensor]
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -52,10 +53,12 @@ class Dequantised:
 
     Each number is the product of its integer or small float and its scale, less a zero point where there is one,
     computed in float32 and rounded once. Powers of two as scales (mxfp4) and `dtype` bfloat16 give exact numbers.
+    Matrices that another rank `loads` are left out, and of all experts' in one tensor, others than this rank's hold
+    anything: of these no number is read.
     """
 
-    def __init__(self, form: QuantisedForm, dtype: torch.dtype) -> None:
-        self._form, self._dtype = form, dtype
+    def __init__(self, form: QuantisedForm, dtype: torch.dtype, loads: LoadShare | None = None) -> None:
+        self._form, self._dtype, self._loads = form, dtype, loads or LoadShare()
         self._scratch = _Scratch()
 
     def __call__(self, files: Sequence[str], weights: NamedTensors) -> NamedTensors:
@@ -82,9 +85,11 @@ class Dequantised:
                 yield name, weight
                 continue
             plain, end = matrix_of[name]
+            matrix = quantised.matrices[plain]
+            if not self._loads.has(plain, matrix.shape):
+                continue
             parts = waiting.setdefault(plain, {})
             parts[end] = weight
-            matrix = quantised.matrices[plain]
             if len(parts) == len(matrix.parts):
                 del waiting[plain]
                 yield plain, self._floats(matrix, parts)
@@ -103,7 +108,8 @@ class Dequantised:
         if matrix.kind is Kind.MXFP4:
             experts, inputs, outputs = matrix.shape
             out = self._scratch.tensor((experts, outputs, inputs), self._dtype)
-            mxfp4_floats(parts["_blocks"], parts["_scales"], out)
+            own = self._loads.experts_of(experts)
+            mxfp4_floats(parts["_blocks"][own], parts["_scales"][own], out[own])
             return out.transpose(1, 2)
         out = self._scratch.tensor(matrix.shape, self._dtype)
         if matrix.kind is Kind.SCALED:

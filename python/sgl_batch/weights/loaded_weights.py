@@ -60,11 +60,11 @@ class LoadedWeights:
     """Checks one load of a checkpoint of `num_layers` layers.
 
     `is_elsewhere`: whether another rank loads the tensor of this name. `is_tied`: whether the output embedding is the
-    input embedding. `by_layer`: whether a model's layers are loaded from tensors of these layers, by number, and by
-    this rank alone. Then a layer's memory, which is new, is first written to when its weights come: until then the
-    next weights can be read. And what it holds is given to `adopt` once it is whole, in a thread of its own, while the
-    next layer is loaded: smaller forms never come on top of all exact weights, and later layers take the memory that
-    the exact weights of earlier ones leave. `copy`: copies large tensors in place of torch.
+    input embedding. `by_layer`: takes a model, and returns which parameters, by name, are loaded from tensors of their
+    layers, by number, and by this rank alone. A layer's memory of these, which is new, is first written to when its
+    weights come: until then the next weights can be read. And what it holds is given to `adopt` once it is whole, in a
+    thread of its own, while the next layer is loaded: smaller forms never come on top of all exact weights, and later
+    layers take the memory that the exact weights of earlier ones leave. `copy`: copies large tensors in place of torch.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LoadedWeights:
         *,
         is_tied: bool,
         is_elsewhere: Callable[[str], bool],
-        by_layer: Callable[[nn.Module], bool] = lambda _: False,
+        by_layer: Callable[[nn.Module], Callable[[str], bool]] = lambda _: lambda _: False,
         adopt: Adopt | None = None,
         copy: Copy | None = None,
     ) -> None:
@@ -92,9 +92,10 @@ class LoadedWeights:
             for name, one in model.named_parameters()
             if not _COMPUTED.search(name) and (one.is_floating_point() or not _OPTIONAL.search(name))
         }
-        by_layer, unread, left_over = self._by_layer(model), _Unread(self._copy), _LeftOver()
-        marks = _Marks(parameters, left_over, by_layer=by_layer)
-        with _EarlyAdoption(model, parameters, self._adopt if by_layer else None, unread, left_over) as early:
+        is_by_layer, unread, left_over = self._by_layer(model), _Unread(self._copy), _LeftOver()
+        by_layer = {name: one for name, one in parameters.items() if is_by_layer(name)}
+        marks = _Marks(parameters, left_over, by_layer=by_layer.keys())
+        with _EarlyAdoption(model, by_layer, self._adopt, unread, left_over) as early:
             load_weights(_Read.over(marks.before(early.between(weights)), unread))
         marks.set_all()
         left = {name: one for name, one in parameters.items() if name not in early.adopted}
@@ -152,11 +153,13 @@ class _LeftOver:
 class _Marks:
     """Marks the numbers of parameters as not loaded, each before a tensor can be loaded into it."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], left_over: _LeftOver, *, by_layer: bool) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], left_over: _LeftOver, *, by_layer: Collection[str]
+    ) -> None:
         self._waiting: dict[int | None, list[tuple[str, nn.Parameter]]] = {}
         self._left_over = left_over
         for name, parameter in parameters.items():
-            self._waiting.setdefault(_layer_of(name) if by_layer else None, []).append((name, parameter))
+            self._waiting.setdefault(_layer_of(name) if name in by_layer else None, []).append((name, parameter))
         self._set(None)
 
     def before(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -6,22 +6,14 @@ the shared memory, and its experts and all small tensors into its own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from torch import Tensor, nn
 
 from sgl_batch.distributed.rank_context import RankContext
 from sgl_batch.distributed.shared_arena import SharedArena, padded, shared_arena
 from sgl_batch.sglang_adapter.checkpoint_loading import WeightWatch
-
-# Smaller ones are each rank's own: they take little, and some are computed and not loaded.
-_LEAST_NUMBERS = 1 << 12
-# In the names of matrices whose parts SGLang copies to other tensors as soon as they are loaded.
-_COPIED = ".kv_b_proj."
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_SCALE_BYTES = 4
+from sgl_batch.weights.load_share import LoadShare, is_equal_matrix
 
 
 class SharedWeights:
@@ -30,7 +22,8 @@ class SharedWeights:
     Args:
         watch: the other one.
         ranks: this rank's context.
-        int8: weights will be rounded to int8, for which the shared memory then has room too.
+        loads: what this rank loads of a checkpoint, which then learns what others load for it.
+        small_bytes: the bytes of the smaller form that a weight may take, for which the shared memory has room too.
         may_share: whether a model's weights are only copied while they are loaded. Of others, nothing is shared.
         share: called with the memory as soon as the weights to be shared lie in it. They are not loaded yet.
     """
@@ -40,11 +33,13 @@ class SharedWeights:
         watch: WeightWatch,
         ranks: RankContext,
         *,
-        int8: bool,
+        loads: LoadShare,
+        small_bytes: Callable[[Tensor], int],
         may_share: Callable[[nn.Module], bool],
         share: Callable[[SharedArena], None],
     ) -> None:
-        self._watch, self._ranks, self._int8, self._may_share, self._share = watch, ranks, int8, may_share, share
+        self._watch, self._ranks, self._loads = watch, ranks, loads
+        self._small_bytes, self._may_share, self._share = small_bytes, may_share, share
 
     def load(
         self,
@@ -55,23 +50,25 @@ class SharedWeights:
         """Load `weights` with the other ranks. Every rank calls it, and waits until all have loaded theirs."""
         arena = self._place(model) if self._may_share(model) else None
         if arena is None:
-            self._watch.load(model, weights, load_weights)
+            self._watch.load(model, self._own(weights), load_weights)
             return
         self._share(arena)
+        self._loads.divide(arena.index, arena.num_sharers)
 
         def load_together(own: Iterable[tuple[str, Tensor]]) -> None:
             arena.barrier()  # what the watch writes to parameters before they are loaded is written
             load_weights(own)
             arena.barrier()
 
-        self._watch.load(model, _own(weights, arena.index, arena.num_sharers), load_together)
+        self._watch.load(model, self._own(weights), load_together)
+
+    def _own(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return (one for one in weights if self._loads.has(one[0], one[1].shape) or not one[1].is_floating_point())
 
     def _place(self, model: nn.Module) -> SharedArena | None:
         """Move the parameters to be shared, which hold nothing yet, to memory that the ranks share."""
         found = {one.data_ptr(): one for name, one in model.named_parameters() if _is_shared(name, one)}
-        room = sum(padded(one.nbytes) for one in found.values())
-        if self._int8:
-            room += sum(padded(one.numel()) + padded(_SCALE_BYTES * len(one)) for one in found.values())
+        room = sum(padded(one.nbytes) + self._small_bytes(one) for one in found.values())
         if not found:
             return None
         arena = shared_arena(self._ranks.process_group("weights", "gloo"), room)
@@ -83,27 +80,5 @@ class SharedWeights:
         return arena
 
 
-def _is_shared(name: str, weight: Any) -> bool:
-    """Return whether a parameter of a model, or a tensor of its checkpoint, has one form on all ranks and is large."""
-    return (
-        name.endswith(".weight")
-        and ".experts." not in name
-        and _COPIED not in name
-        and weight.dim() == 2
-        and weight.numel() >= _LEAST_NUMBERS
-        and weight.is_floating_point()
-        and weight.is_contiguous()
-    )
-
-
-def _own(weights: Iterable[tuple[str, Tensor]], index: int, num_ranks: int) -> Iterator[tuple[str, Tensor]]:
-    """Leave out what other ranks load.
-
-    All tensors of a layer fall to one rank, because some are joined before they are copied.
-    """
-    for name, weight in weights:
-        layer = _LAYER.search(name)
-        # Embeddings of inputs and of outputs fall to different ranks.
-        number = int(layer[1]) if layer else (0 if "embed" in name else -1)
-        if number % num_ranks == index or not _is_shared(name, weight):
-            yield name, weight
+def _is_shared(name: str, parameter: Tensor) -> bool:
+    return is_equal_matrix(name, parameter.shape) and parameter.is_floating_point() and parameter.is_contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kernel_fp4 import of_codes
 from kernel_int4 import of_integers
 from torch.distributed import ProcessGroup
 
-from sgl_batch.distributed.shared_arena import shared_arena
+from sgl_batch.distributed.shared_arena import SharedArena, padded, shared_arena
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.column_split import ColumnSplit
 from sgl_batch.layers.packed_weights import PackedWeights
@@ -168,23 +169,92 @@ def test_what_ranks_share_by_columns_has_the_bits_of_one_rank(draw, num_ranks):
     assert all(end.counters.counts["column_gathers"] == 3 for end in ends)
 
 
-def test_weights_in_memory_that_ranks_share_stay_in_16_bits():
-    def shared(group: ProcessGroup) -> tuple[torch.Tensor, PackedWeights]:
-        grouped, arena = in_groups(), shared_arena(group, 1 << 20)
-        assert arena is not None
-        grouped.share(arena)
-        weight = arena.empty((OUTPUTS, INPUTS), torch.bfloat16)
-        if group.rank() == 0:
-            weight.copy_(mxfp4(OUTPUTS, INPUTS))
-        arena.barrier()
-        grouped.add_linear(weight)
-        arena.seal()
-        return weight, grouped
+@dataclass
+class Rank:
+    """A rank that shares matrices with another rank: of one form, of none, exact, and the two of an MLP."""
 
+    group: ProcessGroup
+    draw: Callable[..., torch.Tensor]
+    packed: PackedWeights
+    weights: list[torch.nn.Parameter] = field(default_factory=list)
+
+    def given(self) -> list[torch.Tensor]:
+        other = torch.randn(OUTPUTS, INPUTS, generator=generator(1)).bfloat16()
+        of_mlp = [self.draw(512, INPUTS), self.draw(INPUTS, 256)]
+        return [self.draw(OUTPUTS, INPUTS), other, self.draw(OUTPUTS, INPUTS), *of_mlp]
+
+    def pack(self, arena: SharedArena | None) -> None:
+        given = self.given()
+        places = [one if arena is None else arena.empty(one.shape, one.dtype) for one in given]
+        for index, (place, one) in enumerate(zip(places, given, strict=True)):
+            if arena is not None and index % 2 == arena.index:
+                place.copy_(one)
+        if arena is not None:
+            arena.barrier()
+        self.weights = [torch.nn.Parameter(place, requires_grad=False) for place in places]
+        plain, other, exact, gate_up, down = self.weights
+        self.packed.add_linear(plain)
+        self.packed.add_linear(other)
+        self.packed.add_linear(exact, exact=True)
+        self.packed.add_experts(gate_up, down)
+        self.packed.settle()
+
+    def share(self) -> SharedArena:
+        room = sum(padded(one.nbytes) + self.packed.small_bytes(one) for one in self.given())
+        arena = shared_arena(self.group, room)
+        assert arena is not None
+        self.packed.share(arena)
+        self.pack(arena)
+        arena.seal()
+        return arena
+
+    def products(self) -> list[torch.Tensor]:
+        *linears, gate_up, down = self.weights
+        return [
+            *(self.packed.linear(rows(7), one) for one in linears),
+            self.packed.mlp(rows(7), gate_up, down),
+        ]
+
+
+@pytest.mark.parametrize("draw", FORMS, ids=NAMES)
+def test_ranks_hold_one_copy_in_the_form_that_one_of_them_finds_and_one_writes_to_its_own(draw):
+    ranks = [Rank(group, draw, in_groups()) for group in gloo_groups(2)]
     with ThreadPoolExecutor(2) as pool:
-        ranks = list(pool.map(shared, gloo_groups(2)))
-    alone, weight = in_groups(), mxfp4(OUTPUTS, INPUTS)
-    alone.add_linear(weight)
-    for own, grouped in ranks:
-        assert own.dtype == torch.bfloat16
-        assert torch.equal(grouped.linear(rows(7), own), alone.linear(rows(7), weight))
+        arenas = list(pool.map(Rank.share, ranks))
+    alone = Rank(ranks[0].group, draw, in_groups())
+    alone.pack(None)
+    expected = alone.products()
+    for rank, arena in zip(ranks, arenas, strict=True):
+        assert [one.dtype for one in rank.weights] == [one.dtype for one in alone.weights]
+        assert [one.nbytes for one in rank.weights] == [one.nbytes for one in alone.weights]
+        assert all(one.data in arena for one in rank.weights)
+        assert all(map(torch.equal, rank.products(), expected))
+    for rank in (ranks[0], alone):
+        with rank.packed.plain():
+            assert all(map(torch.equal, rank.weights, rank.given()))
+            rank.weights[0].mul_(2)
+    assert all(map(torch.equal, ranks[0].products(), alone.products()))
+    assert all(map(torch.equal, ranks[1].products(), expected))
+
+
+def test_the_pages_of_the_larger_form_are_given_back():
+    def held(draw: Callable[..., torch.Tensor]) -> int:
+        def share(group: ProcessGroup) -> int:
+            weights, arena = in_groups(), shared_arena(group, 48 << 20)
+            assert arena is not None
+            weights.share(arena)
+            weight = torch.nn.Parameter(arena.empty((4096, 2048), torch.bfloat16), requires_grad=False)
+            if arena.index == 0:
+                weight.copy_(draw(4096, 2048))
+            arena.barrier()
+            weights.add_linear(weight)
+            weights.settle()
+            arena.seal()
+            return arena.num_bytes
+
+        with ThreadPoolExecutor(2) as pool:
+            (held, _) = pool.map(share, gloo_groups(2))
+        return held
+
+    plain = held(lambda *shape: torch.randn(shape, generator=generator(1)).bfloat16())
+    assert held(integers(128)) < plain / 2

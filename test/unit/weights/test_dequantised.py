@@ -29,6 +29,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.layers.small_weights import GROUPED_FORMS
 from sgl_batch.sglang_adapter import bootstrap
 from sgl_batch.weights.dequantised import Dequantised, draw_numbers
+from sgl_batch.weights.load_share import LoadShare
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 from tiny_models.quantised import quantise
@@ -306,3 +307,25 @@ def test_a_matrix_of_which_a_tensor_is_not_read_is_named(floats: Path, tmp_path:
     some = {name: one for name, one in load_file(file).items() if not name.endswith("q_proj.scales")}
     with pytest.raises(ConfigError, match=r"of 1 quantised matrices were not read: \S*q_proj.weight"):
         list(Dequantised(form, torch.float32)([str(file)], some.items()))
+
+
+def of_rank(path: Path, experts: range) -> dict[str, Tensor]:
+    form, file = form_of_weights(str(path)), path / "model.safetensors"
+    assert form is not None
+    tensors = Dequantised(form, torch.float32, LoadShare(experts))([str(file)], load_file(file).items())
+    return {name: one.clone() for name, one in tensors}
+
+
+@pytest.mark.parametrize(("experts", "others"), [(range(2), ["down", "up"]), (range(2, 4), [])])
+def test_what_another_rank_loads_is_left_out(floats: Path, tmp_path: Path, experts: range, others: list[str]) -> None:
+    path = quantise(floats, tmp_path / "awq", "awq")
+    everything, own = loaded(path, torch.float32), of_rank(path, experts)
+    assert everything.keys() - own.keys() == {f"model.layers.0.mlp.experts.3.{one}_proj.weight" for one in others}
+    assert all(torch.equal(one, everything[name]) for name, one in own.items())
+
+
+def test_of_all_experts_in_one_tensor_a_rank_has_its_own(floats: Path, tmp_path: Path) -> None:
+    path, name = quantise(floats, tmp_path / "mxfp4", "mxfp4"), "model.layers.0.mlp.experts.gate_up_proj"
+    everything, own = loaded(path, torch.float32)[name], of_rank(path, range(1, 2))[name]
+    assert own.shape == everything.shape
+    assert torch.equal(own[1], everything[1])

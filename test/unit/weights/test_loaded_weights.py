@@ -253,7 +253,7 @@ def test_a_layer_is_written_to_when_its_weights_come_where_they_belong_to_layers
             seen.append((name, touched(model, 1)))
             yield name, weight
 
-    by_layer = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: True)
+    by_layer = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: lambda _: True)
     by_layer.load(model, coming(), model.load_weights)
     assert not any(is_touched for name, is_touched in seen if name.startswith("layers.0."))
     assert model.layers[1].experts[1].tolist() == weights["layers.1.experts.1"].tolist()
@@ -262,7 +262,7 @@ def test_a_layer_is_written_to_when_its_weights_come_where_they_belong_to_layers
 @pytest.mark.parametrize("absent", ["layers.1.", "layers.1.experts.1"])
 def test_layers_whose_weights_never_come_are_named_as_well(absent: str) -> None:
     weights = {name: one for name, one in checkpoint().items() if not name.startswith(absent)}
-    by_layer = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: True)
+    by_layer = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: lambda _: True)
     model = Model(torch.float32)
     with pytest.raises(ConfigError, match=r"it has nothing for [13] parameters of the model: layers\.1"):
         by_layer.load(model, weights.items(), model.load_weights)
@@ -278,7 +278,7 @@ def test_a_tensor_of_a_numbered_part_that_is_no_layer_may_be_of_any() -> None:
             found.append(touched(model, 1))
             model.load_weights([(name.replace("h.", "layers."), weight)])
 
-    by_layer = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: True)
+    by_layer = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: lambda _: True)
     other_names = {name.replace("layers.", "h."): one for name, one in checkpoint().items()}
     by_layer.load(model, {"embed.weight": torch.ones(1), **other_names}.items(), _using_all(load_weights))
     assert found[:2] == [False, True]
@@ -298,8 +298,8 @@ def test_large_parameters_take_their_memory_before_they_are_marked_and_keep_what
 class Adopted:
     """Notes which layers are adopted, and when; gives adopted experts another form, or fails with `error`."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    def __init__(self, error: Exception | None = None, only: str = "") -> None:
+        self.error, self.only = error, only
         self.names: list[list[str]] = []
         self.coming = ""
         self.when: list[str] = []
@@ -318,7 +318,11 @@ class Adopted:
     def load(self, weights: Iterable[tuple[str, Tensor]], *, threads: bool = False) -> Model:
         model = Model(torch.float32)
         by_layer = LoadedWeights(
-            NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False, by_layer=lambda _: True, adopt=self
+            NUM_LAYERS,
+            is_tied=False,
+            is_elsewhere=lambda _: False,
+            by_layer=lambda _: lambda name: name.endswith(self.only),
+            adopt=self,
         )
         with ThreadPoolExecutor(1) as pool:
             model.threads = pool if threads else None
@@ -341,6 +345,18 @@ def test_a_layer_is_adopted_when_it_is_whole_and_the_next_one_comes() -> None:
     assert adopted.when == ["layers.1.gate"]
     assert model.layers[0].experts.tolist() == [(2 * weights[f"layers.0.experts.{i}"]).tolist() for i in range(3)]
     assert model.layers[1].experts.dtype == torch.float32
+
+
+def test_of_some_parameters_alone_a_layer_is_adopted_whatever_else_of_it_comes_later() -> None:
+    weights, adopted = checkpoint(), Adopted(only="experts")
+    rest = {name: weights.pop(name) for name in ["layers.0.up", "layers.1.norm"]}
+    model = adopted.load([*weights.items(), *rest.items()])
+    assert adopted.names == [["layers.0.experts"], ["layers.1.experts"]]
+    assert adopted.when == ["layers.1.gate", "layers.0.up"]
+    assert torch.equal(model.layers[0].gate_up[4:], rest["layers.0.up"].t().contiguous().t())
+    del rest["layers.0.up"]
+    with pytest.raises(ConfigError, match=r"layers\.0\.gate_up"):
+        Adopted(only="experts").load([*weights.items(), *rest.items()])
 
 
 def test_experts_take_the_memory_that_adopted_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sgl_batch.distributed.shared_arena import SharedArena
 from sgl_batch.errors import ConfigError
+from sgl_batch.weights.load_share import LoadShare
 from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.shared_weights import SharedWeights
 
@@ -59,7 +60,14 @@ class Rank:
     def process_group(self, name: str, backend: str) -> Any:
         return self.group
 
-    def load(self, checkpoint: dict[str, Tensor], *, may_share: bool = True, int8: bool = False) -> None:
+    def load(
+        self,
+        checkpoint: dict[str, Tensor],
+        *,
+        may_share: bool = True,
+        small_bytes: int = 0,
+        experts: range | None = None,
+    ) -> None:
         def share(arena: SharedArena) -> None:
             self.arena = arena
 
@@ -70,7 +78,14 @@ class Rank:
 
         watch = LoadedWeights(NUM_LAYERS, is_tied=False, is_elsewhere=lambda _: False)
         ranks: Any = self
-        shared = SharedWeights(watch, ranks, int8=int8, may_share=lambda _: may_share, share=share)
+        shared = SharedWeights(
+            watch,
+            ranks,
+            loads=LoadShare(experts),
+            small_bytes=lambda _: small_bytes,
+            may_share=lambda _: may_share,
+            share=share,
+        )
         shared.load(self.model, checkpoint.items(), load_weights)
 
 
@@ -92,9 +107,9 @@ def has_all(rank: Rank, checkpoint: dict[str, Tensor]) -> bool:
     return all(torch.equal(one.data, checkpoint[name]) for name, one in rank.model.named_parameters())
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_all_ranks_have_what_one_of_them_has_loaded(checkpoint, int8):
-    ranks = loaded(2, lambda rank: rank.load(checkpoint, int8=int8))
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+def test_all_ranks_have_what_one_of_them_has_loaded(checkpoint, small_bytes):
+    ranks = loaded(2, lambda rank: rank.load(checkpoint, small_bytes=small_bytes))
     assert all(has_all(rank, checkpoint) for rank in ranks)
     given = [name for rank in ranks for name in rank.given]
     assert sorted(given) == sorted([*LARGE_ONES, *OWN_ONES, *OWN_ONES])
@@ -124,6 +139,33 @@ def test_a_rank_alone_loads_everything(checkpoint):
     (rank,) = loaded(1, lambda rank: rank.load(checkpoint))
     assert rank.arena is None
     assert has_all(rank, checkpoint)
+
+
+@pytest.mark.parametrize("may_share", [True, False])
+def test_a_rank_is_not_given_the_experts_of_others(checkpoint, may_share):
+    more = {f"layers.0.experts.{number}.w1.weight": checkpoint["embed.weight"] for number in range(1, 4)}
+    for rank in loaded(2, lambda rank: rank.load(checkpoint | more, may_share=may_share, experts=range(1))):
+        assert not set(more) & set(rank.given)
+        assert has_all(rank, checkpoint)
+
+
+def test_a_share_has_whole_layers_and_every_small_tensor():
+    shares = [LoadShare(range(rank, rank + 1)) for rank in range(2)]
+    for index, share in enumerate(shares):
+        share.divide(index, 2)
+
+    def loaders(name: str, *shape: int) -> list[int]:
+        return [index for index, share in enumerate(shares) if share.has(name, shape)]
+
+    assert loaders("model.layers.3.self_attn.q_proj.weight", *WIDE) == [1]
+    assert loaders("model.layers.3.self_attn.o_proj.weight", *WIDE) == [1]
+    assert loaders("model.layers.4.self_attn.o_proj.weight", *WIDE) == [0]
+    assert loaders("model.embed_tokens.weight", *WIDE) == [0]
+    assert loaders("lm_head.weight", *WIDE) == [1]
+    assert loaders("model.layers.3.mlp.experts.1.up_proj.weight", *WIDE) == [1]
+    for name, shape in (("input_layernorm.weight", (160,)), ("kv_b_proj.weight", WIDE), ("mlp.gate.weight", SMALL)):
+        assert loaders(f"model.layers.3.{name}", *shape) == [0, 1]
+    assert loaders("model.layers.3.mlp.experts.gate_up_proj", 2, *WIDE) == [0, 1]
 
 
 def test_a_shared_matrix_that_a_checkpoint_lacks_is_named(checkpoint):
