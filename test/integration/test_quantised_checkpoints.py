@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from sgl_batch import Engine
 from sgl_batch.checkpoint.files import read_header
 from sgl_batch.checkpoint.model_directory import form_of_weights
-from sgl_batch.checkpoint.quantised import find_quantised
+from sgl_batch.checkpoint.quantised import QuantisedMatrix, find_quantised
 from sgl_batch.cli.models.check_command import check_command
 from sgl_batch.errors import ConfigError
 from sgl_batch.weights.dequantised import Dequantised
@@ -38,7 +38,7 @@ PAGE = 8
 # Settings with which matrices have whole groups of 32 inputs, or of 128.
 _IN_GROUPS = {
     "qwen2-moe": {"shared_expert_intermediate_size": 64},
-    "kimi-k2": {"q_lora_rank": 64},
+    "kimi-k2": {"q_lora_rank": 64, "moe_intermediate_size": 64},
     "mistral": {"hidden_size": 128, "intermediate_size": 256},
 }
 # These choose experts, are multiplied head by head, or are one product with a matrix of floats.
@@ -122,17 +122,8 @@ def test_matrices_in_bfloat16_stay_in_4_or_8_bits_without_loss(
     started: Callable[..., Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    made_of = next(one for one in RANDOM_FAMILIES if one.name == family)
-    made_of = replace(made_of, settings={**made_of.settings, **_IN_GROUPS.get(family, {})})
-    plain = make_checkpoint(made_of, HUB, tmp_path, repo_root / "test/models/tiny-qwen3-moe")
-    path = quantise(Path(plain), tmp_path / "quantised", form)
-    requests = make_requests(PAGE)
+    plain, path = quantised_family(form, family, tmp_path, repo_root)
     sizes: dict[str, Any] = {"dtype": "bfloat16", "page_size": PAGE, "b_moe_prefill": 160, "b_moe_decode": 8}
-
-    def answers(engine: Any) -> list[list[int]]:
-        made = engine.generate(input_ids=requests.input_ids, sampling_params=requests.sampling_params)
-        return [one["output_ids"] for one in made]
-
     small = started(model_path=str(path), **sizes)
     wide = started(model_path=str(path), cpu_weight_dtype="model", **sizes)
     expected = answers(wide)
@@ -167,12 +158,53 @@ def test_matrices_in_bfloat16_stay_in_4_or_8_bits_without_loss(
     assert answers(small) == expected
 
 
-def saved_bytes(path: Path, of_32: int) -> int:
-    """Return the bytes that matrices take less than in bfloat16, if 32 numbers take `of_32` with their scales."""
+@pytest.mark.parametrize(
+    ("form", "family", "of_32"), [("fp8-blocks", "qwen3-moe-dense-layers", 36), ("gptq-4", "kimi-k2", 20)]
+)
+def test_two_ranks_have_the_tokens_of_one_and_each_half_the_experts_in_4_or_8_bits(
+    form: str, family: str, of_32: int, tmp_path: Path, repo_root: Path, started: Callable[..., Any]
+) -> None:
+    plain, path = quantised_family(form, family, tmp_path, repo_root)
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "page_size": PAGE, "b_moe_prefill": 160, "b_moe_decode": 8}
+    one, two = started(model_path=str(path), **sizes), started(model_path=str(path), **sizes, **ranks(2))
+    expected = answers(one)
+    assert answers(two) == expected
+    experts = sum(math.prod(one.shape) for name, one in matrices_of(path).items() if ".mlp.experts." in name)
+    assert weight_bytes(one) - weight_bytes(two) == experts // 2 // 32 * of_32 > 0
+    # Each rank takes a copy of what all share before others' weights come, and those of the form come back to it.
+    for engine in (one, two):
+        engine.loop.run_until_complete(load_from(engine, plain))
+    other = answers(one)
+    assert other != expected
+    assert answers(two) == other
+    two.loop.run_until_complete(load_from(two, path))
+    assert answers(two) == expected
+
+
+def quantised_family(form: str, family: str, target: Path, repo_root: Path) -> tuple[str, Path]:
+    """Make a small checkpoint of a family; return where it lies in floats, and where quantised."""
+    made_of = next(one for one in RANDOM_FAMILIES if one.name == family)
+    made_of = replace(made_of, settings={**made_of.settings, **_IN_GROUPS.get(family, {})})
+    plain = make_checkpoint(made_of, HUB, target, repo_root / "test/models/tiny-qwen3-moe")
+    return plain, quantise(Path(plain), target / "quantised", form)
+
+
+def answers(engine: Any) -> list[list[int]]:
+    requests = make_requests(PAGE)
+    made = engine.generate(input_ids=requests.input_ids, sampling_params=requests.sampling_params)
+    return [one["output_ids"] for one in made]
+
+
+def matrices_of(path: Path) -> dict[str, QuantisedMatrix]:
     form = form_of_weights(str(path))
     assert form is not None
-    matrices = find_quantised(read_header(path / "model.safetensors"), form).matrices
-    numbers = sum(math.prod(one.shape) for name, one in matrices.items() if not _AS_FLOATS.search(name))
+    return dict(find_quantised(read_header(path / "model.safetensors"), form).matrices)
+
+
+def saved_bytes(path: Path, of_32: int) -> int:
+    """Return the bytes that matrices take less than in bfloat16, if 32 numbers take `of_32` with their scales."""
+    kept = [one for name, one in matrices_of(path).items() if not _AS_FLOATS.search(name)]
+    numbers = sum(math.prod(one.shape) for one in kept)
     return numbers * 2 - numbers // 32 * of_32
 
 

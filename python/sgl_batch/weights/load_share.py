@@ -12,11 +12,14 @@ from sgl_batch.checkpoint.expert_layout import expert_number
 _LEAST_NUMBERS = 1 << 12
 # In the names of matrices whose parts SGLang copies to other tensors as soon as they are loaded.
 _COPIED = ".kv_b_proj."
+# In the names of matrices that SGLang joins before it copies them, and of what it joins them to: of any size, so that
+# one rank has both.
+_JOINED = re.compile(r"\.(?:q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj_with_mqa)\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def is_equal_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Return whether a tensor of this name and shape is a large matrix that has one form on all ranks.
+    """Return whether a tensor of this name and shape is a matrix that has one form on all ranks and is held once.
 
     It may be a parameter of a model, or a tensor of its checkpoint.
     """
@@ -25,7 +28,7 @@ def is_equal_matrix(name: str, shape: Sequence[int]) -> bool:
         and ".experts." not in name
         and _COPIED not in name
         and len(shape) == 2
-        and prod(shape) >= _LEAST_NUMBERS
+        and (prod(shape) >= _LEAST_NUMBERS or _JOINED.search(name) is not None)
     )
 
 

@@ -162,6 +162,8 @@ def test_a_share_has_whole_layers_and_every_small_tensor():
     assert loaders("model.layers.4.self_attn.o_proj.weight", *WIDE) == [0]
     assert loaders("model.embed_tokens.weight", *WIDE) == [0]
     assert loaders("lm_head.weight", *WIDE) == [1]
+    for name in ("q_a_proj", "kv_a_proj_with_mqa"):  # which are joined
+        assert loaders(f"model.layers.3.self_attn.{name}.weight", *SMALL) == [1]
     assert loaders("model.layers.3.mlp.experts.1.up_proj.weight", *WIDE) == [1]
     for name, shape in (("input_layernorm.weight", (160,)), ("kv_b_proj.weight", WIDE), ("mlp.gate.weight", SMALL)):
         assert loaders(f"model.layers.3.{name}", *shape) == [0, 1]
