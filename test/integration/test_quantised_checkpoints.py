@@ -218,6 +218,48 @@ def test_quantised_weights_may_be_rounded_to_int8(
     assert generate(quantised, prompts) == generate(plain, prompts)
 
 
+@pytest.mark.parametrize(("family", "form"), [(FAMILIES[0], "fp8-blocks"), (FAMILIES[1], "fp8-rows")])
+def test_streamed_experts_of_fp8_have_the_tokens_of_resident_ones(
+    family: str,
+    form: str,
+    tmp_path: Path,
+    model_path: Callable[[str], str],
+    prompts: Prompts,
+    started: Callable[..., Any],
+) -> None:
+    path = quantise(Path(model_path(family)), tmp_path / form, form)
+    settings: dict[str, Any] = {"model_path": str(path), "dtype": "bfloat16", "page_size": 16}
+    resident = started(**settings)
+    expected = generate(resident, prompts)
+    experts = [one for name, one in matrices_of(path).items() if ".experts." in name]
+    layers = len({one.name.split(".")[2] for one in experts})
+    codes = sum(math.prod(one.shape) for one in experts)
+    ring = {"weights": "streamed", "weight_memory": codes * 9 // 8 * 2 // layers}  # two layers
+    for more in (ring, ranks(2) | {"weights": "streamed"}):
+        streamed = started(**settings, **more)
+        assert generate(streamed, prompts) == expected
+        stats = streamed.batch_stats()
+        read = [rank["counters"] for rank in stats["ranks"]] if "tp_size" in more else [stats["counters"]]
+        assert all(one["weights_bytes_read"] == one["weights_read"] * codes * 3 // len(experts) > 0 for one in read)
+        streamed.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("form", "more", "message"),
+    [
+        ("gptq-4", {}, r"quantised \(gptq\); streamed weights are .* or fp8 \(e4m3\) on a CPU"),
+        ("fp8-blocks", {"cpu_weight_dtype": "int8"}, r"'int8', and the model's weights are fp8 and streamed"),
+        ("fp8-blocks", {"dtype": "float32"}, r"computes in torch\.float32 .* give --dtype bfloat16"),
+    ],
+)
+def test_what_cannot_be_streamed_of_quantised_experts_is_refused(
+    form: str, more: dict[str, str], message: str, tmp_path: Path, model_path: Callable[[str], str]
+) -> None:
+    path = quantise(Path(model_path(FAMILIES[0])), tmp_path / form, form)
+    with pytest.raises(ConfigError, match=message):
+        Engine(**{"model_path": str(path), "weights": "streamed", "dtype": "bfloat16", **more})
+
+
 def test_a_form_that_is_not_read_is_refused_before_anything_starts(
     tmp_path: Path, model_path: Callable[[str], str]
 ) -> None:

@@ -87,6 +87,6 @@ def is_expert_weight(name: str) -> bool:
 
 
 def expert_number(name: str) -> int | None:
-    """Return the number of the routed expert that a tensor belongs to; None for a tensor of all of them, or of none."""
+    """Return the number of the routed expert whose matrix a tensor is; None for one of all experts, and for others."""
     found = _NUMBER.search(name)
-    return None if found is None else int(found[1])
+    return int(found[1]) if found is not None and is_expert_weight(name) else None

@@ -43,6 +43,11 @@ class QuantisedForm:
     has_e4m3: bool = False
     for_int8_rows: bool = False
 
+    @property
+    def is_streamable(self) -> bool:
+        """Whether a CPU may read experts from the files while the model runs: where they are fp8 as it keeps them."""
+        return self.has_e4m3 and not self.integers
+
 
 class QuantisedFormError(ValueError):
     """Weights are quantised in a form that is not taken back to floats. The text says which."""

@@ -38,7 +38,7 @@ from sgl_batch.startup.argument_checks import (
 from sgl_batch.startup.family_arguments import family_arguments
 from sgl_batch.startup.gpu_arguments import chosen_arguments, machine_facts, model_facts
 from sgl_batch.startup.model_checks import check_this_device
-from sgl_batch.startup.quantised_arguments import activations_advice, quantised_arguments
+from sgl_batch.startup.quantised_arguments import activations_advice, check_streamed_form, quantised_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -245,12 +245,9 @@ def _check_streaming(config: BatchConfig, merged: Mapping[str, object], *, on_cp
         )
     if merged.get("load_format") not in (None, "auto", "safetensors"):
         raise ConfigError(f"load_format is {merged['load_format']!r}; streamed weights are read from safetensors files")
-    rounded = merged.get("quantization") or quantization(str(merged.get("model_path")), _text(merged, "revision"))
-    if rounded is not None:
-        raise ConfigError(
-            f"weights are to be streamed, and the model's are quantised ({rounded}); streamed weights are bf16 or "
-            "float32: name a checkpoint that is not quantised, or leave --weights out"
-        )
+    model, revision = str(merged.get("model_path")), _text(merged, "revision")
+    method = _text(merged, "quantization") or quantization(model, revision)
+    check_streamed_form(model, revision, config.forward, quantization=method, on_cpu=on_cpu)
 
 
 def _check_choices(config: BatchConfig, merged: Mapping[str, object], *, on_cpu: bool) -> None:

@@ -58,7 +58,7 @@ class BatchTpWorker(TpModelWorker):  # type: ignore[misc]
     # cannot be updated: they are read from their files again, so an update would change the other weights alone.
 
     def update_weights_from_disk(self, recv_req: object) -> tuple[bool, str]:
-        loads = load_share(self.model_config.hf_text_config, self._context.rank_context)
+        loads = load_share(self.model_config.hf_text_config, self._context.rank_context, resident=True)
         with reformed_weights(reform_of(self.model_runner.device, self.model_config.dtype, loads)):
             return self._updated(super().update_weights_from_disk, recv_req)
 

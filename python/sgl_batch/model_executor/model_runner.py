@@ -136,18 +136,16 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         self.context.start_log.end("scheduler and process groups made")
         operators, resident = self.context.cpu_operators, memory.weights == "resident"
-        loads, reading = load_share(config.hf_text_config, rank_context), weight_reading(rank_context)
+        loads = load_share(config.hf_text_config, rank_context, resident=resident)
         watch = weight_watch(config.hf_text_config, rank_context, operators, loads, resident=resident)
-        reform = reform_of(self.device, config.dtype, loads)
-        with shard, huge_parameters(), models_as_configured():
-            if resident:
-                with loading_weights(self.server_args, watch, reading, reform_of=reform):
-                    super().load_model()
-            else:
-                with unloaded_experts(), loading_weights(self.server_args, watch, reading, is_expert_weight) as files:
-                    super().load_model()
-                held = 0 if rank_context is None else rank_context.expert_shard
-                self._operators.stream(self.model, files, memory, expert_shard=held)
+        reading, reform = weight_reading(rank_context), reform_of(self.device, config.dtype, loads)
+        left, experts = (None, nullcontext()) if resident else (is_expert_weight, unloaded_experts())
+        loading = loading_weights(self.server_args, watch, reading, left, reform)
+        with shard, huge_parameters(), models_as_configured(), experts, loading as files:
+            super().load_model()
+        if not resident:
+            held = 0 if rank_context is None else rank_context.expert_shard
+            self._operators.stream(self.model, files, memory, expert_shard=held)
         self.weight_bytes = adopt_loaded(
             self.model, operators, self.server_args, self.context.start_log, resident=resident
         )

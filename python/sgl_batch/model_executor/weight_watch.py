@@ -28,8 +28,13 @@ from sgl_batch.weights.shared_weights import SharedWeights
 from sgl_batch.weights.unloaded_experts import is_expert_parameter
 
 
-def load_share(config: object, rank_context: RankContext | None) -> LoadShare:
-    """Return what this rank loads of a model with Hugging Face's `config`: its own experts, and all other weights."""
+def load_share(config: object, rank_context: RankContext | None, *, resident: bool) -> LoadShare:
+    """Return what this rank loads of a model with Hugging Face's `config`: its own experts, and all other weights.
+
+    Experts that are not `resident` stay in their files.
+    """
+    if not resident:
+        return LoadShare(range(0))
     num_experts = number(lambda name: getattr(config, name, None), *NUM_EXPERTS)
     if rank_context is None or num_experts == 0:
         return LoadShare()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from sgl_batch.checkpoint.model_directory import form_of_weights
 from sgl_batch.config import ForwardConfig
 from sgl_batch.core.model_refusals import QUANTIZATION_FIELDS
+from sgl_batch.errors import ConfigError
 
 _OVERRIDES = "json_model_override_args"
 
@@ -25,6 +26,28 @@ def quantised_arguments(given: Mapping[str, object], *, on_cpu: bool) -> dict[st
         _OVERRIDES: json.dumps({**overrides, **dict.fromkeys(QUANTIZATION_FIELDS)}),
         "quantization": None,
     }
+
+
+def check_streamed_form(
+    model: str, revision: str | None, forward: ForwardConfig, *, quantization: str | None, on_cpu: bool
+) -> None:
+    """Refuse to stream the experts of a model that is quantised, but for fp8 on a CPU. Raises ConfigError.
+
+    `quantization`: the method that a config or an argument names; None for a model of floats.
+    """
+    if quantization is None:
+        return
+    form = form_of_weights(model, revision) if on_cpu else None
+    if form is None or not form.is_streamable:
+        raise ConfigError(
+            f"weights are to be streamed, and the model's are quantised ({quantization}); streamed weights are bf16 or "
+            "float32, or fp8 (e4m3) on a CPU: name a checkpoint of these, or leave --weights out"
+        )
+    if forward.cpu_weight_dtype not in ("auto", "model"):
+        raise ConfigError(
+            f"cpu_weight_dtype is {forward.cpu_weight_dtype!r}, and the model's weights are fp8 and streamed, as they "
+            "lie in the files: leave --cpu-weight-dtype out"
+        )
 
 
 def activations_advice(model: str, revision: str | None, forward: ForwardConfig) -> str | None:

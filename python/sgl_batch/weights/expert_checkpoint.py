@@ -1,4 +1,4 @@
-"""Owns finding a model's experts in the files of its checkpoint. It reads only the files' headers."""
+"""Owns finding a model's experts in the files of its checkpoint. It reads only the files' headers, and scales."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 
 import torch
 
-from sgl_batch.checkpoint.expert_layout import LAYOUTS, ExpertMatrix, is_expert_weight
+from sgl_batch.checkpoint.expert_layout import LAYOUTS, ExpertLayout, ExpertMatrix, is_expert_weight
 from sgl_batch.checkpoint.files import StoredTensor, read_header
+from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError
+from sgl_batch.weights.stored_scales import StoredScales, read_scales
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+_FP8 = "F8_E4M3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +24,8 @@ class ExpertLocations:
 
     `file_offsets` [L, E, 3, 2], int64: the number of the file, and the matrix's first byte in it. The matrices are
     [I, M], [I, M] and [M, I], of `dtype`; M is `hidden`, I is `inter`. `transposed`: they lie as stacked ones do
-    (checkpoint/expert_layout): gate and up in [M, 2I], whose columns alternate, and down as [I, M].
+    (checkpoint/expert_layout): gate and up in [M, 2I], whose columns alternate, and down as [I, M]. `scales`: those of
+    matrices of fp8; file_offsets [L, E, 3, 3] then also say which of them is a matrix's first.
     """
 
     files: list[str]
@@ -30,6 +34,7 @@ class ExpertLocations:
     hidden: int
     inter: int
     transposed: bool = False
+    scales: StoredScales | None = None
 
     @property
     def expert_bytes(self) -> int:
@@ -38,25 +43,34 @@ class ExpertLocations:
 
 
 def find_experts(
-    files: Sequence[str], modules: Sequence[str], experts: range, *, stacked: bool = False
+    files: Sequence[str],
+    modules: Sequence[str],
+    experts: range,
+    *,
+    stacked: bool = False,
+    form: QuantisedForm | None = None,
 ) -> ExpertLocations:
     """Find `experts` in each module that holds a layer's experts, such as `model.layers.0.mlp.experts`.
 
     `stacked`: whether the model's checkpoints have all experts of a layer in one tensor (checkpoint/expert_layout).
+    `form`: how the checkpoint is quantised.
 
-    Raises ConfigError if one is missing, has another shape than the others, or is neither bf16 nor float32.
+    Raises ConfigError if one is missing, has another shape than the others, or is neither bf16 nor float32, nor fp8 of
+    a quantised checkpoint.
     """
-    found: dict[str, StoredTensor] = {}
+    headers: dict[str, StoredTensor] = {}
     for file in files:
-        found |= {name: one for name, one in read_header(Path(file)).items() if is_expert_weight(name)}
+        headers |= read_header(Path(file))
+    found = {name: one for name, one in headers.items() if is_expert_weight(name)}
     numbers = {Path(file): number for number, file in enumerate(files)}
-    first = _matrices(found, modules[0], experts[0], files, stacked=stacked)
+    layout = _layout(found, modules[0], experts[0], files, stacked=stacked)
+    first = _matrices(found, modules[0], experts[0], files, layout)
     inter, hidden = first[0].shape
     shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
     file_offsets = torch.empty(len(modules), len(experts), 3, 2, dtype=torch.int64)
     for layer, module in enumerate(modules):
         for index, expert in enumerate(experts):
-            matrices = _matrices(found, module, expert, files, stacked=stacked)
+            matrices = _matrices(found, module, expert, files, layout)
             for part, (matrix, shape) in enumerate(zip(matrices, shapes, strict=True)):
                 if matrix.shape != shape or matrix.dtype != first[0].dtype:
                     raise ConfigError(
@@ -65,32 +79,44 @@ def find_experts(
                     )
                 file_offsets[layer, index, part, 0] = numbers[matrix.file]
                 file_offsets[layer, index, part, 1] = matrix.begin
-    if first[0].dtype not in _DTYPES:
+    scales = None
+    if first[0].dtype == _FP8 and form is not None and not stacked:
+        names = [one for module in modules for expert in experts for one in layout.tensor_names(module, expert)]
+        scales = read_scales(headers, names, form)
+        file_offsets = torch.cat((file_offsets, scales.firsts.view(len(modules), len(experts), 3, 1)), dim=3)
+    elif first[0].dtype not in _DTYPES:
         raise ConfigError(
             f"the experts' weights are {first[0].dtype} in {Path(files[0]).parent}; streamed weights are bf16 or "
-            "float32: convert the checkpoint, or use --weights resident"
+            "float32, or fp8 (e4m3) with scales on a CPU: convert the checkpoint, or use --weights resident"
         )
     return ExpertLocations(
         files=list(files),
         file_offsets=file_offsets,
-        dtype=_DTYPES[first[0].dtype],
+        dtype=_DTYPES.get(first[0].dtype, torch.float8_e4m3fn),
         hidden=hidden,
         inter=inter,
         transposed=stacked,
+        scales=scales,
     )
 
 
-def _matrices(
+def _layout(
     tensors: Mapping[str, StoredTensor], module: str, expert: int, files: Sequence[str], *, stacked: bool
-) -> list[ExpertMatrix]:
+) -> ExpertLayout:
+    """Return the layout in which a checkpoint has an expert; the first that it might have if it has none."""
     layouts = [layout for layout in LAYOUTS if layout.stacked == stacked]
-    for layout in layouts:
-        found = layout.matrices(tensors, module, expert)
-        if found:
-            return found
+    return next((one for one in layouts if one.matrices(tensors, module, expert)), layouts[0])
+
+
+def _matrices(
+    tensors: Mapping[str, StoredTensor], module: str, expert: int, files: Sequence[str], layout: ExpertLayout
+) -> list[ExpertMatrix]:
+    found = layout.matrices(tensors, module, expert)
+    if found:
+        return found
     where = Path(files[0]).parent if files else "a checkpoint without safetensors files"
-    gate, _, down = layouts[0].tensor_names(module, expert)
-    if stacked:
+    gate, _, down = layout.tensor_names(module, expert)
+    if layout.stacked:
         raise ConfigError(
             f"{gate} and {down} with an expert {expert} are not in {where}; streamed weights of this model are read "
             "from safetensors files with one tensor [experts, inputs, outputs] for each layer: use --weights resident"

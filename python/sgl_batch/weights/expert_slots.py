@@ -22,7 +22,10 @@ from sgl_batch.weights.expert_slot_table import ExpertSlotTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotTensors:
-    """The tensors of expert slots: `w13` [S, 2I, M] and `w2` [S, M, I]. Packed on a CPU; int8 weights have scales."""
+    """The tensors of expert slots: `w13` [S, 2I, M] and `w2` [S, M, I]. Packed on a CPU; int8 weights have scales.
+
+    Those of fp8 have more bytes in a row, which are its scales (layers/small_weights).
+    """
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -78,6 +81,7 @@ class ExpertSlots:
             EngineError: a file cannot be opened.
         """
         layers, experts = locations.file_offsets.shape[:2]
+        scales = locations.scales
         self.tensors, self._file_offsets = tensors, locations.file_offsets
         stages = locations.transposed and tensors.w13.dtype != locations.dtype
         self.staging_bytes = num_threads * 2 * locations.hidden * locations.inter * locations.dtype.itemsize * stages
@@ -95,9 +99,10 @@ class ExpertSlots:
                 stored=locations.dtype,
                 transposed=locations.transposed,
                 num_threads=num_threads,
+                **({} if scales is None else {"stored_scales": scales.values, "block": scales.block}),
             )
-        # The threads end before the memory that they write to is freed.
-        self._close = weakref.finalize(self, _close, self._loader, [tensors])
+        # The threads end before the memory that they read and write is freed.
+        self._close = weakref.finalize(self, _close, self._loader, [tensors, scales])
 
     @property
     def num_bytes(self) -> int:
@@ -182,6 +187,6 @@ def _read_errors() -> Iterator[None]:
         raise EngineError(f"weights of the model could not be read: {str(error).splitlines()[0]}") from error
 
 
-def _close(loader: Any, tensors: list[SlotTensors]) -> None:
+def _close(loader: Any, tensors: list[object]) -> None:
     loader.close()
     tensors.clear()

@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from sgl_batch.checkpoint.model_directory import form_of_weights
+from sgl_batch.checkpoint.quantised import FP8_BITS
 from sgl_batch.config import MemoryConfig
+from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.core.weight_residency import WeightResidency, plan_residency, slots_to_stream
 from sgl_batch.errors import ConfigError
 from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner
+from sgl_batch.layers.packed_weights import PANEL
+from sgl_batch.layers.small_weights import GROUPED_FORMS, GroupedForm
 from sgl_batch.memory.free_memory import machine_bytes
 from sgl_batch.memory.huge_pages import prefer_huge_pages
 from sgl_batch.metrics.counters import Counters
@@ -43,9 +49,10 @@ def stream_experts(
 
     Raises ConfigError if the checkpoint or the memory does not allow it.
     """
-    found = _Experts.of(model, files, expert_shard)
+    form = form_of_weights(str(Path(files[0]).parent)) if files else None
+    found = _Experts.of(model, files, expert_shard, form)
     locations = found.locations
-    slot_bytes = locations.expert_bytes // (locations.dtype.itemsize if int8 else 1)
+    slot_bytes = _slot_bytes(locations, int8=int8)
     # Slots without an expert take no memory. Without a limit (--weight-memory), each pass decides how many to use.
     machine = machine_bytes()
     residency = found.plan(memory.weight_memory or machine, slot_bytes)
@@ -105,7 +112,9 @@ class _Experts:
     locations: ExpertLocations
 
     @classmethod
-    def of(cls, model: torch.nn.Module, files: Sequence[str], expert_shard: int) -> _Experts:
+    def of(
+        cls, model: torch.nn.Module, files: Sequence[str], expert_shard: int, form: QuantisedForm | None = None
+    ) -> _Experts:
         layers_of_experts = set(expert_layers(model))
         modules = {name: module for name, module in model.named_modules() if module in layers_of_experts}
         if not modules:
@@ -113,7 +122,8 @@ class _Experts:
         first = next(iter(modules.values()))
         experts = first.w13_weight.shape[0]
         own = range(expert_shard * experts, (expert_shard + 1) * experts)
-        locations = find_experts(files, list(modules), own, stacked=clamped_experts_of(first) is not None)
+        stacked = clamped_experts_of(first) is not None
+        locations = find_experts(files, list(modules), own, stacked=stacked, form=form)
         _check(locations, first.w13_weight, first.w2_weight)
         return cls(keys=[module.w13_weight for module in modules.values()], locations=locations)
 
@@ -153,14 +163,42 @@ def _check(locations: ExpertLocations, w13: torch.Tensor, w2: torch.Tensor) -> N
             f"the checkpoint's experts are [{locations.inter}, {locations.hidden}] and the model's "
             f"{list(w2.shape[1:])}: its config.json is of another model"
         )
-    if w13.dtype != locations.dtype:
+    computed = locations.dtype if locations.scales is None else torch.bfloat16
+    if w13.dtype != computed:
         raise ConfigError(
             f"the model computes in {w13.dtype} and its experts lie in the checkpoint as {locations.dtype}; streamed "
-            f"weights are not converted: leave out --dtype, or give --dtype {str(locations.dtype).split('.')[-1]}"
+            f"weights are not converted: leave out --dtype, or give --dtype {str(computed).split('.')[-1]}"
         )
 
 
+def _slot_bytes(locations: ExpertLocations, *, int8: bool) -> int:
+    """Return the bytes of a slot's weights."""
+    if locations.scales is not None:
+        return _fp8_form(locations).bits.num_bytes(3 * locations.hidden * locations.inter)
+    return locations.expert_bytes // (locations.dtype.itemsize if int8 else 1)
+
+
+def _fp8_form(locations: ExpertLocations) -> GroupedForm:
+    """Return the form of slots that take fp8 as it lies in the files. Raises ConfigError if there is none."""
+    assert locations.scales is not None, "fp8 has scales"
+    sizes = [one for one in (locations.hidden, locations.inter, locations.scales.block[1]) if one]
+    fitting = [
+        one for one in GROUPED_FORMS if one.bits in FP8_BITS and not any(size % one.bits.group for size in sizes)
+    ]
+    if not fitting or locations.hidden % PANEL or locations.inter % PANEL:
+        raise ConfigError(
+            f"experts of fp8 are [{locations.inter}, {locations.hidden}], and {sizes[-1]} inputs share a scale; streamed "
+            "ones have multiples of 32: use --weights resident"
+        )
+    return fitting[0]
+
+
 def _slot_tensors(locations: ExpertLocations, count: int, *, int8: bool) -> SlotTensors:
+    if locations.scales is not None:
+        form = _fp8_form(locations)
+        shapes = (count, 2 * locations.inter, locations.hidden), (count, locations.hidden, locations.inter)
+        w13, w2 = (form.room(shape) for shape in shapes)
+        return SlotTensors(w13=w13, w2=w2)
     dtype = torch.int8 if int8 else locations.dtype
     w13 = torch.empty(count, 2 * locations.inter, locations.hidden, dtype=dtype)
     w2 = torch.empty(count, locations.hidden, locations.inter, dtype=dtype)

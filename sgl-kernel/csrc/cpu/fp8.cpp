@@ -112,7 +112,27 @@ int64_t place_of(int64_t column, int64_t k) {
   return number / kRun * 2 * kRun + column / kHalf * kRun + number % kRun;
 }
 
+// Whether one of some codes is no number.
+SGL_BATCH_CLONES bool has_no_number(const uint8_t* codes, int64_t count) {
+  uint8_t found = 0;
+  for (int64_t i = 0; i < count; ++i) found |= static_cast<uint8_t>((codes[i] & 0x7f) == 0x7f);
+  return found != 0;
+}
+
 }  // namespace
+
+bool pack_fp8_codes(const uint8_t* codes, const BlockScales& scales, int64_t row, int64_t k, int64_t group, void* to) {
+  auto* words = static_cast<float*>(to);
+  auto* packed = reinterpret_cast<uint8_t*>(words + k / group * kPanel);
+  if (has_no_number(codes, kPanel * k)) return false;
+  for (int64_t first = 0; first < k; first += group)
+    for (int64_t column = 0; column < kPanel; ++column) *words++ = scales.of(row + column, first) * kFp8ScaleUp;
+  for (int64_t first = 0; first < k; first += kFp8BlockK)  // of which all rows' codes fit in the first cache
+    for (int64_t column = 0; column < kPanel; ++column)
+      for (int64_t i = first; i < first + kFp8BlockK; i += 2)
+        std::memcpy(packed + i * kPanel + place_of(column, 0), codes + column * k + i, 2);
+  return true;
+}
 
 void widen_fp8_row(const uint8_t* codes, const float* scales, int64_t columns, int64_t k, uint16_t* to) {
   for (int64_t first = 0; first < k; first += columns, ++scales)

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "../cpu/fp8.h"
 #include "../cpu/packing.h"
+#include "../cpu/tasks.h"
 #include "../worker_threads.h"
 #include "columns.h"
 
@@ -13,6 +15,12 @@ namespace {
 
 // Of one read, in whole panels or pairs of inputs: small enough for several threads to overlap, and for one huge page.
 constexpr int64_t kReadBytes = (2 << 20) - ReadBuffer::kAround;
+
+// The scales of a matrix [n, k] that begin at one of them.
+BlockScales block_scales(const StoredScales& stored, int64_t first, int64_t n, int64_t k) {
+  const int64_t rows = stored.rows == 0 ? n : stored.rows, columns = stored.columns == 0 ? k : stored.columns;
+  return {stored.data + first, rows, columns, divide_up(k, columns)};
+}
 
 bool in_use(SlotLoad state) { return state == SlotLoad::kQueued || state == SlotLoad::kLoading; }
 
@@ -56,6 +64,9 @@ void ExpertLoader::submit(const std::vector<int64_t>& slots, const std::vector<E
       if (place.file < 0 || place.file >= static_cast<int64_t>(files_.size()) || place.offset < 0)
         throw std::invalid_argument("byte " + std::to_string(place.offset) + " of file " + std::to_string(place.file) + " of " +
                                     std::to_string(files_.size()));
+  for (const ExpertPlaces& expert : places)
+    if (!has_scales(expert))
+      throw std::invalid_argument("scale " + std::to_string(expert[0].scale) + " of " + std::to_string(slots_.stored_scales.count));
   {
     const std::lock_guard lock(mutex_);
     if (closed_) throw std::invalid_argument("the loader is closed");
@@ -70,6 +81,18 @@ void ExpertLoader::submit(const std::vector<int64_t>& slots, const std::vector<E
     }
   }
   work_or_stop_.notify_all();
+}
+
+// Whether all scales of an expert's matrices are among those stored.
+bool ExpertLoader::has_scales(const ExpertPlaces& places) const {
+  if (!slots_.are_fp8()) return true;
+  for (size_t i = 0; i < places.size(); ++i) {
+    const int64_t n = i == 2 ? slots_.hidden : slots_.inter, k = i == 2 ? slots_.inter : slots_.hidden;
+    const BlockScales own = block_scales(slots_.stored_scales, 0, n, k);
+    const int64_t count = divide_up(n, own.rows) * own.across;
+    if (places[i].scale < 0 || count > slots_.stored_scales.count - places[i].scale) return false;
+  }
+  return true;
 }
 
 void ExpertLoader::hurry(const std::vector<int64_t>& slots) {
@@ -126,16 +149,32 @@ const char* ExpertLoader::read(const MatrixPlace& place, int64_t skipped, int64_
 }
 
 void ExpertLoader::load_rows(const MatrixPlace& place, const Target& target, Thread& own) {
-  const int64_t row_bytes = target.k * static_cast<int64_t>(size_of(slots_.stored));
+  const int64_t row_bytes = slots_.stored_bytes(target.k);
   const int64_t rows_at_once = std::max<int64_t>(1, kReadBytes / row_bytes / kPanel) * kPanel;
   for (int64_t first = 0; first < target.n; first += rows_at_once) {
     const int64_t rows = std::min(rows_at_once, target.n - first);
     const char* plain = read(place, first * row_bytes, rows * row_bytes, own);
     const int64_t there = now_ns();
-    char* packed = target.to + first * target.k * static_cast<int64_t>(size_of(slots_.dtype));
+    pack(plain, place, first, rows, target);
+    own.totals.pack_ns += now_ns() - there;
+  }
+}
+
+// Packs rows from `first` on, which begin a panel.
+void ExpertLoader::pack(const char* plain, const MatrixPlace& place, int64_t first, int64_t rows, const Target& target) const {
+  char* packed = target.to + packed_bytes(slots_.dtype, first * target.k);
+  if (!slots_.are_fp8()) {
     float* scales = target.scales == nullptr ? nullptr : target.scales + first;
     pack_rows(plain, slots_.stored, rows, target.k, packed, slots_.dtype, scales);
-    own.totals.pack_ns += now_ns() - there;
+    return;
+  }
+  const BlockScales scales = block_scales(slots_.stored_scales, place.scale, target.n, target.k);
+  const auto* codes = reinterpret_cast<const uint8_t*>(plain);
+  for (int64_t row = 0; row < rows; row += kPanel) {
+    char* panel = packed + packed_bytes(slots_.dtype, row * target.k);
+    if (!pack_fp8_codes(codes + row * target.k, scales, first + row, target.k, fp8_group(slots_.dtype), panel))
+      throw ReadFault(0, files_[place.file]->name() + ": a matrix at byte " + std::to_string(place.offset) +
+                             " has codes that are no numbers; quantise the model again, or fetch the file anew");
   }
 }
 
@@ -168,7 +207,7 @@ void ExpertLoader::load_columns(const MatrixPlace& place, const Target* targets,
 
 void ExpertLoader::load(int64_t slot, const ExpertPlaces& places, Thread& own) {
   const int64_t hidden = slots_.hidden, inter = slots_.inter;
-  const int64_t matrix = hidden * inter * static_cast<int64_t>(size_of(slots_.dtype));
+  const int64_t matrix = packed_bytes(slots_.dtype, hidden * inter);
   char* gate = slots_.w13 + 2 * slot * matrix;
   float* gate_scales = slots_.w13_scales == nullptr ? nullptr : slots_.w13_scales + 2 * slot * inter;
   float* down_scales = slots_.w2_scales == nullptr ? nullptr : slots_.w2_scales + slot * hidden;

@@ -17,9 +17,16 @@
 
 namespace sgl_batch {
 
+// Scales of the matrices in files of fp8, of all experts: `count` numbers. Blocks of `rows` x `columns` share one; 0 stands for all.
+struct StoredScales {
+  const float* data = nullptr;
+  int64_t count = 0, rows = 0, columns = 0;
+};
+
 // What the slots are made of: per slot a packed gate and up matrix [inter, hidden] each, one after the other in `w13`, and
 // a packed [hidden, inter] in `w2`. Slots of int8 have scales, as in ExpertsCall. Matrices in files are plain, of `stored`;
-// `transposed` ones have a row for each input, and columns of gate and up alternate in one matrix [hidden, 2 * inter].
+// `transposed` ones have a row for each input, and columns of gate and up alternate in one matrix [hidden, 2 * inter]. Where
+// slots are of fp8, files have rows of its codes.
 struct ExpertSlots {
   int64_t count, hidden, inter;
   DType stored, dtype;
@@ -28,10 +35,15 @@ struct ExpertSlots {
   char* w2;
   float* w13_scales;
   float* w2_scales;
+  StoredScales stored_scales = {};
+
+  bool are_fp8() const { return dtype == DType::kFp8By32 || dtype == DType::kFp8By128; }
+  int64_t stored_bytes(int64_t numbers) const { return are_fp8() ? numbers : packed_bytes(stored, numbers); }
 };
 
+// `scale`: of fp8, which of the stored scales is the matrix's first.
 struct MatrixPlace {
-  int64_t file, offset;
+  int64_t file, offset, scale = 0;
 };
 using ExpertPlaces = std::array<MatrixPlace, 3>;  // gate, up, down; that of up is not read where matrices are transposed
 
@@ -93,6 +105,8 @@ class ExpertLoader {
   void load(int64_t slot, const ExpertPlaces& places, Thread& own);
   const char* read(const MatrixPlace& place, int64_t skipped, int64_t bytes, Thread& own);
   void load_rows(const MatrixPlace& place, const Target& target, Thread& own);
+  void pack(const char* plain, const MatrixPlace& place, int64_t first, int64_t rows, const Target& target) const;
+  bool has_scales(const ExpertPlaces& places) const;
   void load_columns(const MatrixPlace& place, const Target* targets, int64_t count, Thread& own);
 
   std::vector<std::unique_ptr<WeightFile>> files_;

@@ -38,19 +38,22 @@ Numbers numbers_in(const at::Tensor& tensor, const char* name) {
 class Loader : public torch::CustomClassHolder {
  public:
   // `w13` [S, 2I, M] and `w2` [S, M, I] are written to until `close`; the caller keeps them and the scales alive.
-  // `transposed`: as in ExpertSlots.
+  // Those of fp8 have more bytes in a row. `transposed`: as in ExpertSlots; `stored_scales`: as in StoredScales.
   Loader(const std::vector<std::string>& files, bool direct, const at::Tensor& w13, const at::Tensor& w2,
          const std::optional<at::Tensor>& w13_scales, const std::optional<at::Tensor>& w2_scales, bool stored_f32,
-         bool transposed, int64_t num_threads) {
+         bool transposed, int64_t num_threads, const std::optional<at::Tensor>& stored_scales, int64_t block_rows,
+         int64_t block_columns) {
     check(w13, 3, "w13");
     check(w2, 3, "w2");
-    const int64_t slots = w2.size(0), hidden = w2.size(1), inter = w2.size(2);
-    TORCH_CHECK_VALUE(w13.size(0) == slots && w13.size(1) == 2 * inter && w13.size(2) == hidden, "w13 is ", w13.sizes(),
+    fp8_ = w13.scalar_type() == at::kFloat8_e4m3fn;
+    const int64_t slots = w2.size(0), hidden = w2.size(1), inter = fp8_ ? w13.size(1) / 2 : w2.size(2);
+    TORCH_CHECK_VALUE(w13.size(0) == slots && w13.size(1) == 2 * inter && (fp8_ || w13.size(2) == hidden), "w13 is ", w13.sizes(),
                       " beside w2 of ", w2.sizes());
     TORCH_CHECK_VALUE(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
     TORCH_CHECK_VALUE(num_threads > 0, "a loader of ", num_threads, " threads");
-    const DType stored = stored_f32 ? DType::kF32 : DType::kBf16, dtype = weight_dtype_of(w13, "w13");
-    TORCH_CHECK_VALUE(dtype == stored || dtype == DType::kI8, "weights of ", w13.scalar_type(),
+    const DType stored = stored_f32 ? DType::kF32 : DType::kBf16;
+    const DType dtype = fp8_ ? expert_dtype_of(w13, hidden, w2, inter) : weight_dtype_of(w13, "w13");
+    TORCH_CHECK_VALUE(fp8_ || dtype == stored || dtype == DType::kI8, "weights of ", w13.scalar_type(),
                       " are not made from those of another number type");
     TORCH_CHECK_VALUE(dtype == DType::kF32 || (hidden % 2 == 0 && inter % 2 == 0), "experts of ", inter, " channels and ",
                       hidden, " inputs; packing needs even numbers");
@@ -65,22 +68,24 @@ class Loader : public torch::CustomClassHolder {
                            static_cast<char*>(w13.data_ptr()),
                            static_cast<char*>(w2.data_ptr()),
                            const_cast<float*>(w13_own),
-                           const_cast<float*>(w2_own)};
+                           const_cast<float*>(w2_own),
+                           scales_in_files(stored_scales, block_rows, block_columns, dtype)};
     loader_ = guarded([&] { return std::make_unique<ExpertLoader>(files, direct, made, static_cast<int>(num_threads)); });
   }
 
   void submit(const at::Tensor& slots, const at::Tensor& places, bool urgent) {
     const Numbers which = numbers_in(slots, "slots");
     check(places, 3, "places");
+    const int64_t numbers = fp8_ ? 3 : 2;
     TORCH_CHECK_VALUE(places.scalar_type() == at::kLong && places.size(0) == slots.size(0) && places.size(1) == 3 &&
-                          places.size(2) == 2,
-                      "places are ", places.scalar_type(), places.sizes(), "; use int64 [", slots.size(0), ", 3, 2]");
+                          places.size(2) == numbers,
+                      "places are ", places.scalar_type(), places.sizes(), "; use int64 [", slots.size(0), ", 3, ", numbers, "]");
     std::vector<ExpertPlaces> experts(which.size());
     const auto* next = places.data_ptr<int64_t>();
     for (ExpertPlaces& expert : experts)
       for (MatrixPlace& place : expert) {
-        place = {next[0], next[1]};
-        next += 2;
+        place = {next[0], next[1], fp8_ ? next[2] : 0};
+        next += numbers;
       }
     guarded([&] { loader_->submit(which, experts, urgent); });
   }
@@ -109,6 +114,17 @@ class Loader : public torch::CustomClassHolder {
   }
 
  private:
+  StoredScales scales_in_files(const std::optional<at::Tensor>& scales, int64_t rows, int64_t columns, DType dtype) const {
+    TORCH_CHECK_VALUE(fp8_ == scales.has_value(), "weights in files ", fp8_ ? "of fp8 need" : "of floats have no", " scales");
+    if (!fp8_) return {};
+    check(*scales, 1, "stored_scales");
+    const int64_t group = fp8_group(dtype);
+    TORCH_CHECK_VALUE(scales->scalar_type() == at::kFloat && rows >= 0 && columns >= 0 && columns % group == 0, "stored_scales are ",
+                      scales->scalar_type(), " of blocks of ", rows, " x ", columns, "; use float32, and multiples of ", group, " columns");
+    return {scales->data_ptr<float>(), scales->numel(), rows, columns};
+  }
+
+  bool fp8_ = false;
   std::unique_ptr<ExpertLoader> loader_;
 };
 
@@ -119,7 +135,8 @@ TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
   using sgl_batch::Loader;
   library.class_<Loader>("ExpertLoader")
       .def(torch::init<const std::vector<std::string>&, bool, const at::Tensor&, const at::Tensor&,
-                       const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, bool, bool, int64_t>())
+                       const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, bool, bool, int64_t,
+                       const std::optional<at::Tensor>&, int64_t, int64_t>())
       .def("submit", &Loader::submit)
       .def("hurry", &Loader::hurry)
       .def("drop", &Loader::drop)

@@ -44,6 +44,7 @@ class WeightFile {
   // ReadFault.
   const char* read(int64_t offset, int64_t bytes, ReadBuffer& buffer);
 
+  const std::string& name() const { return name_; }
   bool direct() const { return direct_.load(std::memory_order_relaxed); }
 
  private:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-INTERFACE = 2
+INTERFACE = 3
 """What the functions of this module take; counts up whenever that changes."""
 
 
@@ -23,6 +23,7 @@ class ExpertLoader(Protocol):
     def submit(self, slots: torch.Tensor, places: torch.Tensor, urgent: bool) -> None:
         """Ask for experts; `places` int64 [N, 3, 2]: file and byte of the gate, up and down matrix.
 
+        Of fp8 [N, 3, 3]: and which of the stored scales is the matrix's first.
         Urgent ones come before all others. Transposed gate and up matrices lie where the gate's does.
         """
 
@@ -56,6 +57,8 @@ def start_expert_loader(
     stored: torch.dtype,
     transposed: bool = False,
     num_threads: int,
+    stored_scales: torch.Tensor | None = None,
+    block: tuple[int, int] = (0, 0),
 ) -> ExpertLoader:
     """Start a loader into `w13` [S, 2I, M] and `w2` [S, M, I], packed as for `experts`.
 
@@ -64,8 +67,22 @@ def start_expert_loader(
     alternate, and down [I, M]; for int8, each thread then takes memory for the gate and up of one expert. `direct`:
     read past the page cache where the file system allows it; otherwise the cache is released behind. The caller keeps
     the tensors alive until the loader is closed.
+
+    Slots of fp8 are those that `pack_fp8_` fills, and files then have its codes, float8_e4m3fn: `stored` is not read.
+    `stored_scales`: float32, those of all matrices one after the other. `block`: how many rows and columns of a matrix
+    share one, all for 0; columns in whole groups of the slots.
     """
     loader: ExpertLoader = torch.classes.sgl_batch_kernel.ExpertLoader(
-        files, direct, w13, w2, w13_scales, w2_scales, stored == torch.float32, transposed, num_threads
+        files,
+        direct,
+        w13,
+        w2,
+        w13_scales,
+        w2_scales,
+        stored == torch.float32,
+        transposed,
+        num_threads,
+        stored_scales,
+        *block,
     )
     return loader

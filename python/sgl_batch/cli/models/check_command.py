@@ -23,7 +23,7 @@ from sgl_batch.startup.argument_checks import check_budgets, check_weights
 from sgl_batch.startup.fit_checks import check_asked, check_context
 from sgl_batch.startup.model_checks import check_any_device, check_this_device
 from sgl_batch.startup.plan_inputs import usual_budget
-from sgl_batch.startup.quantised_arguments import activations_advice
+from sgl_batch.startup.quantised_arguments import activations_advice, check_streamed_form
 
 FORMAT = "sgl_batch.check/1"
 _DESCRIPTION = """\
@@ -119,8 +119,8 @@ def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
     except ConfigError as error:
         return {**report, "forward": "refused", "runs": False, "why": str(error)}
     method, dtype = quantization(str(directory)), number_type(whole, args.dtype)
-    if method is not None and config.memory.weights == "streamed":
-        raise ConfigError(f"weights are to be streamed, and the model's are quantised ({method}); leave --weights out")
+    if config.memory.weights == "streamed":
+        check_streamed_form(str(directory), None, config.forward, quantization=method, on_cpu=device == CPU)
     cpu_weights = config.forward.cpu_weight_dtype if device == CPU else None
     tensors = tensors_of(directory, int(text.get("num_hidden_layers") or 0), cpu_weights=cpu_weights)
     model = Model(config=text, tensors=tensors, dtype=dtype)
