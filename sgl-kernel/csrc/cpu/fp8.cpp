@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "byte_pairs.h"
 #include "clones.h"
 #include "group_scale.h"
 
@@ -119,6 +120,9 @@ SGL_BATCH_CLONES bool has_no_number(const uint8_t* codes, int64_t count) {
   return found != 0;
 }
 
+// As place_of has them.
+constexpr PairColumns kColumnsOfEighths[] = {{0, 16}, {4, 20}, {8, 24}, {12, 28}};
+
 }  // namespace
 
 bool pack_fp8_codes(const uint8_t* codes, const BlockScales& scales, int64_t row, int64_t k, int64_t group, void* to) {
@@ -127,10 +131,7 @@ bool pack_fp8_codes(const uint8_t* codes, const BlockScales& scales, int64_t row
   if (has_no_number(codes, kPanel * k)) return false;
   for (int64_t first = 0; first < k; first += group)
     for (int64_t column = 0; column < kPanel; ++column) *words++ = scales.of(row + column, first) * kFp8ScaleUp;
-  for (int64_t first = 0; first < k; first += kFp8BlockK)  // of which all rows' codes fit in the first cache
-    for (int64_t column = 0; column < kPanel; ++column)
-      for (int64_t i = first; i < first + kFp8BlockK; i += 2)
-        std::memcpy(packed + i * kPanel + place_of(column, 0), codes + column * k + i, 2);
+  panel_of_bytes(codes, k, kColumnsOfEighths, packed);
   return true;
 }
 
