@@ -166,7 +166,8 @@ FORMATS: tuple[NumberFormat, ...] = (
         "fp8 checkpoint (a scale for a block, row or matrix)",
         ("fp8",),
         _works(
-            "in bfloat16 its matrices of e4m3 stay in 8 bits, without loss (`--cpu-weight-dtype auto`); else as floats"
+            "in bfloat16 its matrices of e4m3 stay in 8 bits, without loss (`--cpu-weight-dtype auto`), also streamed; "
+            "else as floats"
         ),
         _BY_SGLANG,
     ),
