@@ -12,6 +12,8 @@ from typing import Any
 from comparison.child import is_installed, run_child, this_python
 
 from large_model.confined import memory_limit
+from sgl_batch.checkpoint.expert_layout import is_expert_weight
+from sgl_batch.checkpoint.files import read_header
 from sgl_batch.errors import ConfigError
 from sgl_batch.weights.disk_rate import disk_rate
 
@@ -43,7 +45,10 @@ class Workload:
 
     @property
     def expert_bytes(self) -> int:
-        return int(3 * 2 * self.config["hidden_size"] * self.config["moe_intermediate_size"])
+        """Return the bytes of an expert's three matrices in the checkpoint, each a tensor of its own."""
+        headers = [read_header(file) for file in sorted(self.model.glob("*.safetensors"))]
+        sizes = [one.num_bytes for header in headers for name, one in header.items() if is_expert_weight(name)]
+        return 3 * sum(sizes) // max(1, len(sizes))
 
 
 @dataclass(slots=True, kw_only=True)
