@@ -187,8 +187,8 @@ def _fp8_form(locations: ExpertLocations) -> GroupedForm:
     ]
     if not fitting or locations.hidden % PANEL or locations.inter % PANEL:
         raise ConfigError(
-            f"experts of fp8 are [{locations.inter}, {locations.hidden}], and {sizes[-1]} inputs share a scale; streamed "
-            "ones have multiples of 32: use --weights resident"
+            f"experts of fp8 are [{locations.inter}, {locations.hidden}], and {sizes[-1]} inputs share a scale; "
+            "streamed ones have multiples of 32: use --weights resident"
         )
     return fitting[0]
 
