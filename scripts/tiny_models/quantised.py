@@ -191,6 +191,10 @@ FORMS: Mapping[str, tuple[Mapping[str, Any], Callable[[Tensor], Stored]]] = {
         _compressed("pack-quantized", _integers(4, 32, symmetric=False)),
         packed(4, 32, symmetric=False),
     ),
+    "packed-4-rows": (
+        _compressed("pack-quantized", _integers(4, None, symmetric=True)),
+        packed(4, None, symmetric=True),
+    ),
     "packed-8-rows": (
         _compressed("pack-quantized", _integers(8, None, symmetric=True)),
         packed(8, None, symmetric=True),

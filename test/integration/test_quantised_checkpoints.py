@@ -78,6 +78,14 @@ def test_gpt_oss_of_mxfp4_has_the_tokens_of_its_floats_on_one_rank_and_on_two(
             check_greedy(floats, requests, [one["output_ids"] for one in made])
         finally:
             engine.shutdown()
+    found = []
+    for more in ({}, {"weights": "streamed"}, {"weights": "streamed", **ranks(2)}):
+        engine = Engine(model_path=str(path), **{**sizes, "dtype": "bfloat16"}, **more)
+        try:
+            found.append(answers(engine))
+        finally:
+            engine.shutdown()
+    assert found[1] == found[2] == found[0]
 
 
 def test_tokens_are_those_of_the_floats_of_each_checkpoint_that_is_loaded(
@@ -218,10 +226,21 @@ def test_quantised_weights_may_be_rounded_to_int8(
     assert generate(quantised, prompts) == generate(plain, prompts)
 
 
-@pytest.mark.parametrize(("family", "form"), [(FAMILIES[0], "fp8-blocks"), (FAMILIES[1], "fp8-rows")])
-def test_streamed_experts_of_fp8_have_the_tokens_of_resident_ones(
+@pytest.mark.parametrize(
+    ("family", "form", "of_32", "read"),
+    [
+        (FAMILIES[0], "fp8-blocks", 36, (".weight",)),
+        (FAMILIES[1], "fp8-rows", 36, (".weight",)),
+        (FAMILIES[0], "gptq-4", 20, (".qweight", ".qzeros", ".scales")),
+        (FAMILIES[2], "awq", 20, (".qweight", ".qzeros", ".scales")),
+        (FAMILIES[1], "packed-4-zeros", 20, (".weight_packed", ".weight_scale", ".weight_zero_point")),
+    ],
+)
+def test_streamed_experts_of_4_or_8_bits_have_the_tokens_of_resident_ones(
     family: str,
     form: str,
+    of_32: int,
+    read: tuple[str, ...],
     tmp_path: Path,
     model_path: Callable[[str], str],
     prompts: Prompts,
@@ -229,26 +248,32 @@ def test_streamed_experts_of_fp8_have_the_tokens_of_resident_ones(
 ) -> None:
     path = quantise(Path(model_path(family)), tmp_path / form, form)
     settings: dict[str, Any] = {"model_path": str(path), "dtype": "bfloat16", "page_size": 16}
-    resident = started(**settings)
-    expected = generate(resident, prompts)
-    experts = [one for name, one in matrices_of(path).items() if ".experts." in name]
-    layers = len({one.name.split(".")[2] for one in experts})
-    codes = sum(math.prod(one.shape) for one in experts)
-    ring = {"weights": "streamed", "weight_memory": codes * 9 // 8 * 2 // layers}  # two layers
+    expected = generate(started(**settings), prompts)
+    matrices = [one for name, one in matrices_of(path).items() if ".experts." in name]
+    layers = len({one.name.split(".")[2] for one in matrices})
+    numbers = sum(math.prod(one.shape) for one in matrices)
+    in_files = sum(one.parts[end].num_bytes for one in matrices for end in read)
+    ring = {"weights": "streamed", "weight_memory": numbers // 32 * of_32 * 2 // layers}  # two layers
     for more in (ring, ranks(2) | {"weights": "streamed"}):
         streamed = started(**settings, **more)
         assert generate(streamed, prompts) == expected
         stats = streamed.batch_stats()
-        read = [rank["counters"] for rank in stats["ranks"]] if "tp_size" in more else [stats["counters"]]
-        assert all(one["weights_bytes_read"] == one["weights_read"] * codes * 3 // len(experts) > 0 for one in read)
+        counted = [rank["counters"] for rank in stats["ranks"]] if "tp_size" in more else [stats["counters"]]
+        for one in counted:
+            assert one["weights_bytes_read"] == one["weights_read"] * in_files * 3 // len(matrices) > 0
         streamed.shutdown()
 
 
 @pytest.mark.parametrize(
     ("form", "more", "message"),
     [
-        ("gptq-4", {}, r"quantised \(gptq\); streamed weights are .* or fp8 \(e4m3\) on a CPU"),
-        ("fp8-blocks", {"cpu_weight_dtype": "int8"}, r"'int8', and the model's weights are fp8 and streamed"),
+        (
+            "int8-rows",
+            {},
+            r"quantised \(compressed-tensors\); streamed weights are .* on a CPU fp8 \(e4m3\) or numbers",
+        ),
+        ("gptq-4-reordered", {}, r"quantised \(gptq\); streamed weights are .* in order"),
+        ("fp8-blocks", {"cpu_weight_dtype": "int8"}, r"'int8', and the model's weights are quantised and streamed"),
         ("fp8-blocks", {"dtype": "float32"}, r"computes in torch\.float32 .* give --dtype bfloat16"),
     ],
 )

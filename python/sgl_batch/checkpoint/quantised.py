@@ -248,6 +248,15 @@ def _matrix(
     return QuantisedMatrix(name=name, kind=kind, shape=shape, parts=parts, bits=bits)
 
 
+def plain_name(name: str) -> str:
+    """Return the name that the matrix of a stored part has in a checkpoint of floats; other names as they are."""
+    for kind, (needed, optional) in _PARTS.items():
+        for end in (*needed, *optional):
+            if name.endswith(end):
+                return name.removesuffix(end) + ("" if kind is Kind.MXFP4 else ".weight")
+    return name
+
+
 def is_kept_as_floats(name: str) -> bool:
     """Return whether the matrix of this name takes no form of 4 or 8 bits, whatever its numbers."""
     return _KEPT_AS_FLOATS.search(name) is not None

@@ -12,6 +12,8 @@ from typing import Any
 # Bits of GPTQ's integers that fill words of 32.
 _WHOLE_BITS = (2, 4, 8)
 _AWQ_BITS = 4
+_STREAMED_BITS = 4
+_MXFP4 = "mxfp4"
 _AWQ_LAYOUT = "gemm"
 _E4M3 = "e4m3"
 _GPTQ_LAYOUTS = {"gptq": 1, "gptq_v2": 0}  # by name: what its zero points lack
@@ -45,8 +47,14 @@ class QuantisedForm:
 
     @property
     def is_streamable(self) -> bool:
-        """Whether a CPU may read experts from the files while the model runs: where they are fp8 as it keeps them."""
-        return self.has_e4m3 and not self.integers
+        """Whether a CPU may read experts from the files while the model runs.
+
+        These are fp8 of e4m3, mxfp4, and integers of 4 bits whose groups are neighbours.
+        """
+        if self.integers:
+            in_four = all(bits == _STREAMED_BITS for bits, _ in self.integers)
+            return in_four and not self.reordered and not self.has_e4m3
+        return self.has_e4m3 or self.method == _MXFP4
 
 
 class QuantisedFormError(ValueError):

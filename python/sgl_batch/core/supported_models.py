@@ -174,15 +174,18 @@ FORMATS: tuple[NumberFormat, ...] = (
     NumberFormat(
         "mxfp4 checkpoint",
         ("mxfp4",),
-        _works("in bfloat16 its experts stay in 4 bits, without loss (`--cpu-weight-dtype auto`); else as floats"),
+        _works(
+            "in bfloat16 its experts stay in 4 bits, without loss (`--cpu-weight-dtype auto`), also streamed; else as "
+            "floats"
+        ),
         _BY_SGLANG,
     ),
     NumberFormat(
         "GPTQ, AWQ and compressed-tensors checkpoints",
         ("gptq", "awq", "compressed-tensors"),
         _works(
-            "in bfloat16 integers stay in 4 or 8 bits, and fp8 in 8, without loss (`--cpu-weight-dtype "
-            "auto`); else as floats"
+            "in bfloat16 integers stay in 4 or 8 bits, and fp8 in 8, without loss (`--cpu-weight-dtype auto`), those "
+            "of 4 and fp8 also streamed; else as floats"
         ),
         _BY_SGLANG,
     ),

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from sgl_batch.byte_sizes import format_bytes
-from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.core.decode_choice import DEFAULT, EAGER, SGLANG
 from sgl_batch.core.device_budget import DeviceNeeds, ModelShape, kv_bytes, working_bytes
 from sgl_batch.core.gpu_reserves import check_gpu_has, gpu_reserves
@@ -44,7 +43,14 @@ from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.partition_set import PartitionSets
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.model_executor.weight_watch import adopt_loaded, load_share, reform_of, weight_reading, weight_watch
+from sgl_batch.model_executor.weight_watch import (
+    adopt_loaded,
+    is_of_experts,
+    load_share,
+    reform_of,
+    weight_reading,
+    weight_watch,
+)
 from sgl_batch.model_executor.yield_callback import make_yield_callback
 from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers, reports_choices
@@ -139,7 +145,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         loads = load_share(config.hf_text_config, rank_context, resident=resident)
         watch = weight_watch(config.hf_text_config, rank_context, operators, loads, resident=resident)
         reading, reform = weight_reading(rank_context), reform_of(self.device, config.dtype, loads)
-        left, experts = (None, nullcontext()) if resident else (is_expert_weight, unloaded_experts())
+        left, experts = (None, nullcontext()) if resident else (is_of_experts, unloaded_experts())
         loading = loading_weights(self.server_args, watch, reading, left, reform)
         with shard, huge_parameters(), models_as_configured(), experts, loading as files:
             super().load_model()

@@ -9,7 +9,7 @@ from torch import nn
 
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.checkpoint.model_directory import form_of_weights
-from sgl_batch.checkpoint.quantised import is_kept_as_floats
+from sgl_batch.checkpoint.quantised import is_kept_as_floats, plain_name
 from sgl_batch.core.model_numbers import NUM_EXPERTS, number
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.distributed.rank_context import RankContext
@@ -40,6 +40,11 @@ def load_share(config: object, rank_context: RankContext | None, *, resident: bo
         return LoadShare()
     held = num_experts // rank_context.topology.num_expert_shards
     return LoadShare(range(rank_context.expert_shard * held, (rank_context.expert_shard + 1) * held))
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a tensor of a checkpoint belongs to matrices of routed experts, which may be quantised."""
+    return is_expert_weight(plain_name(name))
 
 
 def weight_watch(

@@ -28,25 +28,34 @@ def quantised_arguments(given: Mapping[str, object], *, on_cpu: bool) -> dict[st
     }
 
 
-def check_streamed_form(
-    model: str, revision: str | None, forward: ForwardConfig, *, quantization: str | None, on_cpu: bool
-) -> None:
-    """Refuse to stream the experts of a model that is quantised, but for fp8 on a CPU. Raises ConfigError.
+def may_stream(model: str, revision: str | None, *, quantization: str | None, on_cpu: bool) -> bool:
+    """Return whether the experts of a model can be read while it runs, as far as its config says.
 
     `quantization`: the method that a config or an argument names; None for a model of floats.
     """
     if quantization is None:
-        return
+        return True
     form = form_of_weights(model, revision) if on_cpu else None
-    if form is None or not form.is_streamable:
+    return form is not None and form.is_streamable
+
+
+def check_streamed_form(
+    model: str, revision: str | None, forward: ForwardConfig, *, quantization: str | None, on_cpu: bool
+) -> None:
+    """Refuse to stream the experts of a model that is quantised, but for forms that a CPU reads: see `may_stream`.
+
+    Raises ConfigError.
+    """
+    if not may_stream(model, revision, quantization=quantization, on_cpu=on_cpu):
         raise ConfigError(
             f"weights are to be streamed, and the model's are quantised ({quantization}); streamed weights are bf16 or "
-            "float32, or fp8 (e4m3) on a CPU: name a checkpoint of these, or leave --weights out"
+            "float32, or on a CPU fp8 (e4m3) or numbers of 4 bits in order: name a checkpoint of these, or leave "
+            "--weights out"
         )
-    if forward.cpu_weight_dtype not in ("auto", "model"):
+    if quantization is not None and forward.cpu_weight_dtype != "auto":
         raise ConfigError(
-            f"cpu_weight_dtype is {forward.cpu_weight_dtype!r}, and the model's weights are fp8 and streamed, as they "
-            "lie in the files: leave --cpu-weight-dtype out"
+            f"cpu_weight_dtype is {forward.cpu_weight_dtype!r}, and the model's weights are quantised and streamed, as "
+            "they lie in the files: leave --cpu-weight-dtype out"
         )
 
 

@@ -10,8 +10,10 @@ import torch
 
 from sgl_batch.checkpoint.expert_layout import LAYOUTS, ExpertLayout, ExpertMatrix, is_expert_weight
 from sgl_batch.checkpoint.files import StoredTensor, read_header
+from sgl_batch.checkpoint.quantised import find_quantised
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError
+from sgl_batch.weights.four_bit_numbers import FourBitNumbers, find_four_bits
 from sgl_batch.weights.stored_scales import StoredScales, read_scales
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
@@ -25,7 +27,8 @@ class ExpertLocations:
     `file_offsets` [L, E, 3, 2], int64: the number of the file, and the matrix's first byte in it. The matrices are
     [I, M], [I, M] and [M, I], of `dtype`; M is `hidden`, I is `inter`. `transposed`: they lie as stacked ones do
     (checkpoint/expert_layout): gate and up in [M, 2I], whose columns alternate, and down as [I, M]. `scales`: those of
-    matrices of fp8; file_offsets [L, E, 3, 3] then also say which of them is a matrix's first.
+    matrices of fp8; file_offsets [L, E, 3, 3] then also say which of them is a matrix's first. `four_bits`: how those
+    of 4 bits are stored, in bytes; file_offsets [L, E, 3, 6] then also have places of scales and zero points.
     """
 
     files: list[str]
@@ -35,10 +38,19 @@ class ExpertLocations:
     inter: int
     transposed: bool = False
     scales: StoredScales | None = None
+    four_bits: FourBitNumbers | None = None
+
+    @property
+    def computed(self) -> torch.dtype:
+        """The number type in which the experts compute."""
+        return self.dtype if self.scales is None and self.four_bits is None else torch.bfloat16
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert in the files."""
+        """Bytes of one expert in the files; of fp8 without its scales, which are read once."""
+        if self.four_bits is not None:
+            shapes = 2 * [(self.inter, self.hidden)] + [(self.hidden, self.inter)]
+            return sum(self.four_bits.num_bytes(*shape) for shape in shapes)
         return 3 * self.hidden * self.inter * self.dtype.itemsize
 
 
@@ -61,7 +73,10 @@ def find_experts(
     headers: dict[str, StoredTensor] = {}
     for file in files:
         headers |= read_header(Path(file))
-    found = {name: one for name, one in headers.items() if is_expert_weight(name)}
+    in_four_bits = form is not None and form.is_streamable and not form.has_e4m3
+    quantised = find_quantised(headers, form) if form is not None and in_four_bits else None
+    plain = headers if quantised is None else quantised.as_floats(headers)
+    found = {name: one for name, one in plain.items() if is_expert_weight(name)}
     numbers = {Path(file): number for number, file in enumerate(files)}
     layout = _layout(found, modules[0], experts[0], files, stacked=stacked)
     first = _matrices(found, modules[0], experts[0], files, layout)
@@ -79,24 +94,29 @@ def find_experts(
                     )
                 file_offsets[layer, index, part, 0] = numbers[matrix.file]
                 file_offsets[layer, index, part, 1] = matrix.begin
-    scales = None
-    if first[0].dtype == _FP8 and form is not None and not stacked:
-        names = [one for module in modules for expert in experts for one in layout.tensor_names(module, expert)]
-        scales = read_scales(headers, names, form)
+    scales, four_bits = None, None
+    names = [(one, number) for own in modules for number in experts for one in layout.tensor_names(own, number)]
+    if quantised is not None and any(name in quantised.matrices for name, _ in names):
+        four_bits, places = find_four_bits(quantised, names, numbers)
+        file_offsets = places.view(len(modules), len(experts), 3, -1)
+    elif first[0].dtype == _FP8 and form is not None and not stacked:
+        scales = read_scales(headers, [name for name, _ in names], form)
         file_offsets = torch.cat((file_offsets, scales.firsts.view(len(modules), len(experts), 3, 1)), dim=3)
     elif first[0].dtype not in _DTYPES:
         raise ConfigError(
             f"the experts' weights are {first[0].dtype} in {Path(files[0]).parent}; streamed weights are bf16 or "
-            "float32, or fp8 (e4m3) with scales on a CPU: convert the checkpoint, or use --weights resident"
+            "float32, or on a CPU fp8 (e4m3) with scales or numbers of 4 bits: convert the checkpoint, or use "
+            "--weights resident"
         )
     return ExpertLocations(
         files=list(files),
         file_offsets=file_offsets,
-        dtype=_DTYPES.get(first[0].dtype, torch.float8_e4m3fn),
+        dtype=torch.uint8 if four_bits is not None else _DTYPES.get(first[0].dtype, torch.float8_e4m3fn),
         hidden=hidden,
         inter=inter,
-        transposed=stacked,
+        transposed=stacked and four_bits is None,
         scales=scales,
+        four_bits=four_bits,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from sgl_batch.kernel_loader import expert_loader_kernels
 from sgl_batch.memory.free_memory import give_back
 from sgl_batch.weights.expert_checkpoint import ExpertLocations
 from sgl_batch.weights.expert_slot_table import ExpertSlotTable
+from sgl_batch.weights.four_bit_numbers import FourBitNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotTensors:
     """The tensors of expert slots: `w13` [S, 2I, M] and `w2` [S, M, I]. Packed on a CPU; int8 weights have scales.
 
-    Those of fp8 have more bytes in a row, which are its scales (layers/small_weights).
+    Those of 4 and 8 bits have rows of other sizes, with their scales (layers/small_weights).
     """
 
     w13: torch.Tensor
@@ -100,6 +101,7 @@ class ExpertSlots:
                 transposed=locations.transposed,
                 num_threads=num_threads,
                 **({} if scales is None else {"stored_scales": scales.values, "block": scales.block}),
+                four_bits=None if locations.four_bits is None else _for_loader(locations.four_bits),
             )
         # The threads end before the memory that they read and write is freed.
         self._close = weakref.finalize(self, _close, self._loader, [tensors, scales])
@@ -177,6 +179,11 @@ class ExpertSlots:
 
     def close(self) -> None:
         self._close()
+
+
+def _for_loader(numbers: FourBitNumbers) -> Any:
+    kernels = expert_loader_kernels()
+    return kernels.FourBitNumbers(**{**asdict(numbers), "layout": kernels.FourBitLayout[numbers.layout]})
 
 
 @contextmanager

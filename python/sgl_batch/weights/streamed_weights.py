@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 from sgl_batch.checkpoint.model_directory import form_of_weights
-from sgl_batch.checkpoint.quantised import FP8_BITS
+from sgl_batch.checkpoint.quantised import FP8_BITS, INTEGER_BITS, MXFP4_BITS, GroupedBits
 from sgl_batch.config import MemoryConfig
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.core.weight_residency import WeightResidency, plan_residency, slots_to_stream
@@ -163,39 +163,47 @@ def _check(locations: ExpertLocations, w13: torch.Tensor, w2: torch.Tensor) -> N
             f"the checkpoint's experts are [{locations.inter}, {locations.hidden}] and the model's "
             f"{list(w2.shape[1:])}: its config.json is of another model"
         )
-    computed = locations.dtype if locations.scales is None else torch.bfloat16
-    if w13.dtype != computed:
+    if w13.dtype != locations.computed:
         raise ConfigError(
             f"the model computes in {w13.dtype} and its experts lie in the checkpoint as {locations.dtype}; streamed "
-            f"weights are not converted: leave out --dtype, or give --dtype {str(computed).split('.')[-1]}"
+            f"weights are not converted: leave out --dtype, or give --dtype {str(locations.computed).split('.')[-1]}"
         )
 
 
 def _slot_bytes(locations: ExpertLocations, *, int8: bool) -> int:
     """Return the bytes of a slot's weights."""
-    if locations.scales is not None:
-        return _fp8_form(locations).bits.num_bytes(3 * locations.hidden * locations.inter)
+    form = _grouped_form(locations)
+    if form is not None:
+        return form.bits.num_bytes(3 * locations.hidden * locations.inter)
     return locations.expert_bytes // (locations.dtype.itemsize if int8 else 1)
 
 
-def _fp8_form(locations: ExpertLocations) -> GroupedForm:
-    """Return the form of slots that take fp8 as it lies in the files. Raises ConfigError if there is none."""
-    assert locations.scales is not None, "fp8 has scales"
-    sizes = [one for one in (locations.hidden, locations.inter, locations.scales.block[1]) if one]
-    fitting = [
-        one for one in GROUPED_FORMS if one.bits in FP8_BITS and not any(size % one.bits.group for size in sizes)
-    ]
+def _grouped_form(locations: ExpertLocations) -> GroupedForm | None:
+    """Return the form of slots that take numbers of 4 or 8 bits as they lie in the files; None for floats.
+
+    Raises ConfigError if there is none.
+    """
+    forms: Sequence[GroupedBits]
+    if locations.scales is not None:
+        forms, sharing = FP8_BITS, locations.scales.block[1]
+    elif locations.four_bits is not None:
+        forms = (MXFP4_BITS,) if locations.four_bits.are_mxfp4 else INTEGER_BITS
+        sharing = locations.four_bits.group
+    else:
+        return None
+    sizes = [one for one in (locations.hidden, locations.inter, sharing) if one]
+    fitting = [one for one in GROUPED_FORMS if one.bits in forms and not any(size % one.bits.group for size in sizes)]
     if not fitting or locations.hidden % PANEL or locations.inter % PANEL:
         raise ConfigError(
-            f"experts of fp8 are [{locations.inter}, {locations.hidden}], and {sizes[-1]} inputs share a scale; "
+            f"quantised experts are [{locations.inter}, {locations.hidden}], and {sizes[-1]} inputs share a scale; "
             "streamed ones have multiples of 32: use --weights resident"
         )
     return fitting[0]
 
 
 def _slot_tensors(locations: ExpertLocations, count: int, *, int8: bool) -> SlotTensors:
-    if locations.scales is not None:
-        form = _fp8_form(locations)
+    form = _grouped_form(locations)
+    if form is not None:
         shapes = (count, 2 * locations.inter, locations.hidden), (count, locations.hidden, locations.inter)
         w13, w2 = (form.room(shape) for shape in shapes)
         return SlotTensors(w13=w13, w2=w2)

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../cpu/fp8.h"
 #include "../cpu/packing.h"
 #include "../cpu/tasks.h"
 #include "../worker_threads.h"
@@ -60,10 +59,11 @@ void ExpertLoader::submit(const std::vector<int64_t>& slots, const std::vector<E
   if (slots.size() != places.size())
     throw std::invalid_argument(std::to_string(slots.size()) + " slots and " + std::to_string(places.size()) + " experts");
   for (const ExpertPlaces& expert : places)
-    for (const MatrixPlace& place : expert)
-      if (place.file < 0 || place.file >= static_cast<int64_t>(files_.size()) || place.offset < 0)
-        throw std::invalid_argument("byte " + std::to_string(place.offset) + " of file " + std::to_string(place.file) + " of " +
-                                    std::to_string(files_.size()));
+    for (const MatrixPlace& matrix : expert)
+      for (const FilePlace& place : {FilePlace{matrix.file, matrix.offset}, matrix.scales, matrix.zeros})
+        if (place.file < 0 || place.file >= static_cast<int64_t>(files_.size()) || place.offset < 0)
+          throw std::invalid_argument("byte " + std::to_string(place.offset) + " of file " + std::to_string(place.file) + " of " +
+                                      std::to_string(files_.size()));
   for (const ExpertPlaces& expert : places)
     if (!has_scales(expert))
       throw std::invalid_argument("scale " + std::to_string(expert[0].scale) + " of " + std::to_string(slots_.stored_scales.count));
@@ -140,7 +140,7 @@ LoaderTotals ExpertLoader::totals() {
   return totals_;
 }
 
-const char* ExpertLoader::read(const MatrixPlace& place, int64_t skipped, int64_t bytes, Thread& own) {
+const char* ExpertLoader::read(const FilePlace& place, int64_t skipped, int64_t bytes, Thread& own) {
   const int64_t begun = now_ns();
   const char* plain = files_[place.file]->read(place.offset + skipped, bytes, own.buffer);
   own.totals.read_ns += now_ns() - begun;
@@ -153,7 +153,7 @@ void ExpertLoader::load_rows(const MatrixPlace& place, const Target& target, Thr
   const int64_t rows_at_once = std::max<int64_t>(1, kReadBytes / row_bytes / kPanel) * kPanel;
   for (int64_t first = 0; first < target.n; first += rows_at_once) {
     const int64_t rows = std::min(rows_at_once, target.n - first);
-    const char* plain = read(place, first * row_bytes, rows * row_bytes, own);
+    const char* plain = read({place.file, place.offset}, first * row_bytes, rows * row_bytes, own);
     const int64_t there = now_ns();
     pack(plain, place, first, rows, target);
     own.totals.pack_ns += now_ns() - there;
@@ -178,6 +178,52 @@ void ExpertLoader::pack(const char* plain, const MatrixPlace& place, int64_t fir
   }
 }
 
+void ExpertLoader::load_integers(const MatrixPlace& place, const Target& target, Thread& own) {
+  const FourBitNumbers& stored = slots_.four_bits;
+  const int64_t n = target.n, k = target.k, row_bytes = stored.row_bytes(n, k), all = stored.rows(n, k);
+  const int64_t scale_bytes = stored.scale_bytes(n, k), zero_bytes = stored.zero_bytes(n, k);
+  const char* scales = read(place.scales, 0, scale_bytes, own);
+  own.scales.assign(scales, scales + scale_bytes);
+  const char* zeros = zero_bytes == 0 ? nullptr : read(place.zeros, 0, zero_bytes, own);
+  const int64_t read_all = now_ns();
+  if (const char* wrong = put_words(stored, own.scales.data(), zeros, n, k, slots_.dtype, target.to); wrong != nullptr)
+    throw ReadFault(0, files_[place.scales.file]->name() + ": a matrix whose scales are at byte " + std::to_string(place.scales.offset) +
+                           " has " + wrong + "; fetch the file anew, or use --weights resident");
+  own.totals.pack_ns += now_ns() - read_all;
+  const int64_t together = stored.rows_together(), rows_at_once = std::max<int64_t>(1, kReadBytes / row_bytes / together) * together;
+  for (int64_t first = 0; first < all; first += rows_at_once) {
+    const int64_t rows = std::min(rows_at_once, all - first);
+    const char* integers = read({place.file, place.offset}, first * row_bytes, rows * row_bytes, own);
+    const int64_t there = now_ns();
+    put_integers(stored, integers, first, rows, n, k, slots_.dtype, target.to);
+    own.totals.pack_ns += now_ns() - there;
+  }
+}
+
+// The targets have the same shape, and their rows alternate.
+void ExpertLoader::load_mxfp4(const MatrixPlace& place, const Target* targets, int64_t count, Thread& own) {
+  const int64_t n = targets[0].n, k = targets[0].k, row_bytes = k / 2, power_bytes = k / kFp4BlockK;
+  const char* powers = read(place.scales, 0, count * n * power_bytes, own);
+  own.scales.assign(powers, powers + count * n * power_bytes);
+  const auto* const all_powers = reinterpret_cast<const uint8_t*>(own.scales.data());
+  const int64_t rows_at_once = std::max<int64_t>(1, kReadBytes / (count * row_bytes) / kPanel) * kPanel;
+  for (int64_t first = 0; first < n; first += rows_at_once) {
+    const int64_t rows = std::min(rows_at_once, n - first);
+    const char* plain = read({place.file, place.offset}, first * count * row_bytes, rows * count * row_bytes, own);
+    const int64_t there = now_ns();
+    const auto* const numbers = reinterpret_cast<const uint8_t*>(plain);
+    for (int64_t row = 0; row < rows; row += kPanel)
+      for (int64_t i = 0; i < count; ++i) {
+        const Rows own_numbers{numbers + (row * count + i) * row_bytes, count * row_bytes};
+        const Rows own_powers{all_powers + ((first + row) * count + i) * power_bytes, count * power_bytes};
+        if (!pack_mxfp4_rows(own_numbers, own_powers, k, targets[i].to + packed_bytes(slots_.dtype, (first + row) * k)))
+          throw ReadFault(0, files_[place.file]->name() + ": a matrix at byte " + std::to_string(place.offset) +
+                                 " has numbers that bfloat16 has not; fetch the file anew, or use --weights resident");
+      }
+    own.totals.pack_ns += now_ns() - there;
+  }
+}
+
 // The targets have the same shape, and their columns alternate.
 void ExpertLoader::load_columns(const MatrixPlace& place, const Target* targets, int64_t count, Thread& own) {
   const int64_t n = targets[0].n, k = targets[0].k, stride = count * n;
@@ -187,7 +233,7 @@ void ExpertLoader::load_columns(const MatrixPlace& place, const Target* targets,
   const int64_t rows_at_once = std::max<int64_t>(1, kReadBytes / row_bytes / 2) * 2;
   for (int64_t first = 0; first < k; first += rows_at_once) {
     const int64_t rows = std::min(rows_at_once, k - first);
-    const char* plain = read(place, first * row_bytes, rows * row_bytes, own);
+    const char* plain = read({place.file, place.offset}, first * row_bytes, rows * row_bytes, own);
     const int64_t there = now_ns();
     for (int64_t i = 0; i < count; ++i) {
       const Columns columns{stride, i, count, n, k};
@@ -217,8 +263,12 @@ void ExpertLoader::load(int64_t slot, const ExpertPlaces& places, Thread& own) {
   if (slots_.transposed) {
     load_columns(places[0], &targets[0], 2, own);
     load_columns(places[2], &targets[2], 1, own);
+  } else if (slots_.dtype == DType::kFp4) {
+    load_mxfp4(places[0], &targets[0], 2, own);
+    load_mxfp4(places[2], &targets[2], 1, own);
   } else {
-    for (size_t i = 0; i < places.size(); ++i) load_rows(places[i], targets[i], own);
+    for (size_t i = 0; i < places.size(); ++i)
+      slots_.are_int4() ? load_integers(places[i], targets[i], own) : load_rows(places[i], targets[i], own);
   }
 }
 

@@ -12,7 +12,9 @@
 #include <thread>
 #include <vector>
 
+#include "../cpu/fp8.h"
 #include "../cpu/gemm.h"
+#include "four_bit_numbers.h"
 #include "weight_file.h"
 
 namespace sgl_batch {
@@ -26,7 +28,7 @@ struct StoredScales {
 // What the slots are made of: per slot a packed gate and up matrix [inter, hidden] each, one after the other in `w13`, and
 // a packed [hidden, inter] in `w2`. Slots of int8 have scales, as in ExpertsCall. Matrices in files are plain, of `stored`;
 // `transposed` ones have a row for each input, and columns of gate and up alternate in one matrix [hidden, 2 * inter]. Where
-// slots are of fp8, files have rows of its codes.
+// slots are of fp8, files have rows of its codes; where of int4 or fp4, what `four_bits` says.
 struct ExpertSlots {
   int64_t count, hidden, inter;
   DType stored, dtype;
@@ -36,14 +38,20 @@ struct ExpertSlots {
   float* w13_scales;
   float* w2_scales;
   StoredScales stored_scales = {};
+  FourBitNumbers four_bits = {};
 
-  bool are_fp8() const { return dtype == DType::kFp8By32 || dtype == DType::kFp8By128; }
+  bool are_fp8() const { return fp8_group(dtype) != 0; }
+  bool are_int4() const { return int4_group(dtype) != 0; }
   int64_t stored_bytes(int64_t numbers) const { return are_fp8() ? numbers : packed_bytes(stored, numbers); }
 };
 
-// `scale`: of fp8, which of the stored scales is the matrix's first.
+struct FilePlace {
+  int64_t file = 0, offset = 0;
+};
+// `scale`: of fp8, which of the stored scales is the matrix's first. `scales`, `zeros`: of four bits, where theirs lie.
 struct MatrixPlace {
   int64_t file, offset, scale = 0;
+  FilePlace scales = {}, zeros = {};
 };
 using ExpertPlaces = std::array<MatrixPlace, 3>;  // gate, up, down; that of up is not read where matrices are transposed
 
@@ -95,7 +103,7 @@ class ExpertLoader {
   // A thread's own memory. `staged` holds a transposed matrix that becomes int8: an output's scale depends on all inputs.
   struct Thread {
     ReadBuffer buffer;
-    std::vector<char> staged;
+    std::vector<char> staged, scales;
     LoaderTotals totals;
   };
 
@@ -103,10 +111,12 @@ class ExpertLoader {
   void work(std::vector<char> staged);
   std::string fill(int64_t slot, const ExpertPlaces& places, Thread& own, int& error_number);
   void load(int64_t slot, const ExpertPlaces& places, Thread& own);
-  const char* read(const MatrixPlace& place, int64_t skipped, int64_t bytes, Thread& own);
+  const char* read(const FilePlace& place, int64_t skipped, int64_t bytes, Thread& own);
   void load_rows(const MatrixPlace& place, const Target& target, Thread& own);
   void pack(const char* plain, const MatrixPlace& place, int64_t first, int64_t rows, const Target& target) const;
   bool has_scales(const ExpertPlaces& places) const;
+  void load_integers(const MatrixPlace& place, const Target& target, Thread& own);
+  void load_mxfp4(const MatrixPlace& place, const Target* targets, int64_t count, Thread& own);
   void load_columns(const MatrixPlace& place, const Target* targets, int64_t count, Thread& own);
 
   std::vector<std::unique_ptr<WeightFile>> files_;

@@ -38,22 +38,24 @@ Numbers numbers_in(const at::Tensor& tensor, const char* name) {
 class Loader : public torch::CustomClassHolder {
  public:
   // `w13` [S, 2I, M] and `w2` [S, M, I] are written to until `close`; the caller keeps them and the scales alive.
-  // Those of fp8 have more bytes in a row. `transposed`: as in ExpertSlots; `stored_scales`: as in StoredScales.
+  // Those of fp8, int4 and fp4 have other rows. `transposed`: as in ExpertSlots; `stored_scales`: as in StoredScales. `four_bits`: as
+  // in FourBitNumbers, its members one after the other; empty for others.
   Loader(const std::vector<std::string>& files, bool direct, const at::Tensor& w13, const at::Tensor& w2,
          const std::optional<at::Tensor>& w13_scales, const std::optional<at::Tensor>& w2_scales, bool stored_f32,
          bool transposed, int64_t num_threads, const std::optional<at::Tensor>& stored_scales, int64_t block_rows,
-         int64_t block_columns) {
+         int64_t block_columns, const Numbers& four_bits) {
     check(w13, 3, "w13");
     check(w2, 3, "w2");
-    fp8_ = w13.scalar_type() == at::kFloat8_e4m3fn;
-    const int64_t slots = w2.size(0), hidden = w2.size(1), inter = fp8_ ? w13.size(1) / 2 : w2.size(2);
-    TORCH_CHECK_VALUE(w13.size(0) == slots && w13.size(1) == 2 * inter && (fp8_ || w13.size(2) == hidden), "w13 is ", w13.sizes(),
-                      " beside w2 of ", w2.sizes());
+    fp8_ = w13.scalar_type() == at::kFloat8_e4m3fn, four_bits_ = w13.scalar_type() == at::kInt || w13.scalar_type() == at::kByte;
+    const bool grouped = fp8_ || four_bits_;
+    const int64_t slots = w2.size(0), hidden = w2.size(1), inter = grouped ? w13.size(1) / 2 : w2.size(2);
+    TORCH_CHECK_VALUE(w13.size(0) == slots && w13.size(1) == 2 * inter && (grouped || w13.size(2) == hidden), "w13 is ",
+                      w13.sizes(), " beside w2 of ", w2.sizes());
     TORCH_CHECK_VALUE(w13.scalar_type() == w2.scalar_type(), "w13 is ", w13.scalar_type(), " but w2 is ", w2.scalar_type());
     TORCH_CHECK_VALUE(num_threads > 0, "a loader of ", num_threads, " threads");
     const DType stored = stored_f32 ? DType::kF32 : DType::kBf16;
-    const DType dtype = fp8_ ? expert_dtype_of(w13, hidden, w2, inter) : weight_dtype_of(w13, "w13");
-    TORCH_CHECK_VALUE(fp8_ || dtype == stored || dtype == DType::kI8, "weights of ", w13.scalar_type(),
+    const DType dtype = grouped ? expert_dtype_of(w13, hidden, w2, inter) : weight_dtype_of(w13, "w13");
+    TORCH_CHECK_VALUE(grouped || dtype == stored || dtype == DType::kI8, "weights of ", w13.scalar_type(),
                       " are not made from those of another number type");
     TORCH_CHECK_VALUE(dtype == DType::kF32 || (hidden % 2 == 0 && inter % 2 == 0), "experts of ", inter, " channels and ",
                       hidden, " inputs; packing needs even numbers");
@@ -69,14 +71,15 @@ class Loader : public torch::CustomClassHolder {
                            static_cast<char*>(w2.data_ptr()),
                            const_cast<float*>(w13_own),
                            const_cast<float*>(w2_own),
-                           scales_in_files(stored_scales, block_rows, block_columns, dtype)};
+                           scales_in_files(stored_scales, block_rows, block_columns, dtype),
+                           four_bits_in_files(four_bits, dtype, hidden, inter)};
     loader_ = guarded([&] { return std::make_unique<ExpertLoader>(files, direct, made, static_cast<int>(num_threads)); });
   }
 
   void submit(const at::Tensor& slots, const at::Tensor& places, bool urgent) {
     const Numbers which = numbers_in(slots, "slots");
     check(places, 3, "places");
-    const int64_t numbers = fp8_ ? 3 : 2;
+    const int64_t numbers = fp8_ ? 3 : four_bits_ ? 6 : 2;
     TORCH_CHECK_VALUE(places.scalar_type() == at::kLong && places.size(0) == slots.size(0) && places.size(1) == 3 &&
                           places.size(2) == numbers,
                       "places are ", places.scalar_type(), places.sizes(), "; use int64 [", slots.size(0), ", 3, ", numbers, "]");
@@ -85,6 +88,7 @@ class Loader : public torch::CustomClassHolder {
     for (ExpertPlaces& expert : experts)
       for (MatrixPlace& place : expert) {
         place = {next[0], next[1], fp8_ ? next[2] : 0};
+        if (four_bits_) place.scales = {next[2], next[3]}, place.zeros = {next[4], next[5]};
         next += numbers;
       }
     guarded([&] { loader_->submit(which, experts, urgent); });
@@ -124,7 +128,19 @@ class Loader : public torch::CustomClassHolder {
     return {scales->data_ptr<float>(), scales->numel(), rows, columns};
   }
 
-  bool fp8_ = false;
+  FourBitNumbers four_bits_in_files(const Numbers& members, DType dtype, int64_t hidden, int64_t inter) const {
+    TORCH_CHECK_VALUE(four_bits_ != members.empty(), "numbers of four bits in files are those of slots of them, and of no others");
+    if (!four_bits_) return {};
+    const int64_t least = dtype == DType::kFp4 ? 3 : 0, most = dtype == DType::kFp4 ? 3 : 2;
+    TORCH_CHECK_VALUE(members.size() == 5 && members[0] >= least && members[0] <= most, "four_bits is ", members,
+                      "; use layout, group, whether scales are bf16, whether there are zero points, what these lack");
+    const int64_t group = members[1], own = dtype == DType::kFp4 ? kFp4BlockK : int4_group(dtype);
+    const bool whole = group == 0 || (group > 0 && group % own == 0 && hidden % group == 0 && inter % group == 0);
+    TORCH_CHECK_VALUE(whole, "groups of ", group, " in files for ", hidden, " and ", inter, " inputs; use multiples of ", own);
+    return {static_cast<FourBitLayout>(members[0]), group, members[2] != 0, members[3] != 0, members[4]};
+  }
+
+  bool fp8_ = false, four_bits_ = false;
   std::unique_ptr<ExpertLoader> loader_;
 };
 
@@ -136,7 +152,7 @@ TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
   library.class_<Loader>("ExpertLoader")
       .def(torch::init<const std::vector<std::string>&, bool, const at::Tensor&, const at::Tensor&,
                        const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, bool, bool, int64_t,
-                       const std::optional<at::Tensor>&, int64_t, int64_t>())
+                       const std::optional<at::Tensor>&, int64_t, int64_t, const std::vector<int64_t>&>())
       .def("submit", &Loader::submit)
       .def("hurry", &Loader::hurry)
       .def("drop", &Loader::drop)

@@ -6,12 +6,47 @@ the system refuses is a RuntimeError.
 
 from __future__ import annotations
 
-from typing import Protocol
+from enum import IntEnum
+from typing import NamedTuple, Protocol
 
 import torch
 
 INTERFACE = 3
 """What the functions of this module take; counts up whenever that changes."""
+
+
+class FourBitLayout(IntEnum):
+    """How files have a matrix [outputs, inputs] of numbers of 4 bits: integers, eight in a word of 32, or mxfp4.
+
+    ROWS: [outputs, inputs / 8], the first input lowest, scales [outputs, groups] and zero points [outputs / 8, groups].
+    GPTQ: [inputs / 8, outputs], scales [groups, outputs] and zero points [groups, outputs / 8]. AWQ: [inputs,
+    outputs / 8], and likewise; a word has its outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
+    MXFP4: bytes [outputs, inputs / 2], the first input lower, and powers of two plus 127 as bytes [outputs,
+    inputs / 32]. Gate and up are one matrix there, whose rows alternate.
+    """
+
+    ROWS = 0
+    GPTQ = 1
+    AWQ = 2
+    MXFP4 = 3
+
+
+class FourBitNumbers(NamedTuple):
+    """How files have numbers of 4 bits.
+
+    Attributes:
+        layout: Where which integer lies.
+        group: How many inputs share a scale and a zero point; 0 for all of an output's. Of mxfp4, 32.
+        bf16_scales: Whether scales are bf16; otherwise they are float16.
+        has_zeros: Whether there are zero points; otherwise all are 8.
+        zero_lack: What is added to stored zero points.
+    """
+
+    layout: FourBitLayout
+    group: int
+    bf16_scales: bool
+    has_zeros: bool
+    zero_lack: int = 0
 
 
 class ExpertLoader(Protocol):
@@ -23,7 +58,8 @@ class ExpertLoader(Protocol):
     def submit(self, slots: torch.Tensor, places: torch.Tensor, urgent: bool) -> None:
         """Ask for experts; `places` int64 [N, 3, 2]: file and byte of the gate, up and down matrix.
 
-        Of fp8 [N, 3, 3]: and which of the stored scales is the matrix's first.
+        Of fp8 [N, 3, 3]: and which of the stored scales is the matrix's first. Of 4 bits [N, 3, 6]: and file and byte of
+        its scales, and of its zero points, which are not read where there are none.
         Urgent ones come before all others. Transposed gate and up matrices lie where the gate's does.
         """
 
@@ -59,6 +95,7 @@ def start_expert_loader(
     num_threads: int,
     stored_scales: torch.Tensor | None = None,
     block: tuple[int, int] = (0, 0),
+    four_bits: FourBitNumbers | None = None,
 ) -> ExpertLoader:
     """Start a loader into `w13` [S, 2I, M] and `w2` [S, M, I], packed as for `experts`.
 
@@ -70,7 +107,8 @@ def start_expert_loader(
 
     Slots of fp8 are those that `pack_fp8_` fills, and files then have its codes, float8_e4m3fn: `stored` is not read.
     `stored_scales`: float32, those of all matrices one after the other. `block`: how many rows and columns of a matrix
-    share one, all for 0; columns in whole groups of the slots.
+    share one, all for 0; columns in whole groups of the slots. Slots of 4 bits are those that `pack_int4_` or `pack_fp4_`
+    fills, and files then have `four_bits`.
     """
     loader: ExpertLoader = torch.classes.sgl_batch_kernel.ExpertLoader(
         files,
@@ -84,5 +122,6 @@ def start_expert_loader(
         num_threads,
         stored_scales,
         *block,
+        [] if four_bits is None else list(four_bits),
     )
     return loader

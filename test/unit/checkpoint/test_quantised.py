@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_batch.checkpoint.files import StoredTensor
-from sgl_batch.checkpoint.quantised import GroupedBits, QuantisedTensors, find_quantised
+from sgl_batch.checkpoint.quantised import GroupedBits, QuantisedTensors, find_quantised, plain_name
 from sgl_batch.core.quantised_form import QuantisedForm, QuantisedFormError, quantised_form
 from sgl_batch.errors import ConfigError
 
@@ -321,3 +321,22 @@ def test_a_form_has_what_the_tensors_do_not_say() -> None:
         assert quantised_form(asked).for_int8_rows == expected
     blocks = compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 128])
     assert quantised_form(blocks) == QuantisedForm(method="compressed-tensors", block=(64, 128), has_e4m3=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.0.mlp.experts.3.up_proj.weight"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight_scale_inv", "model.layers.0.mlp.experts.3.up_proj.weight"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight_scale", "model.layers.0.mlp.experts.3.up_proj.weight"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight_packed", "model.layers.0.mlp.experts.3.up_proj.weight"),
+        ("model.layers.0.mlp.experts.3.w1.qweight", "model.layers.0.mlp.experts.3.w1.weight"),
+        ("model.layers.0.mlp.experts.3.w1.g_idx", "model.layers.0.mlp.experts.3.w1.weight"),
+        ("model.layers.0.mlp.experts.3.w1.bias", "model.layers.0.mlp.experts.3.w1.bias"),
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", "model.layers.0.mlp.experts.gate_up_proj"),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", "model.layers.0.mlp.experts.gate_up_proj_bias"),
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+    ],
+)
+def test_parts_of_a_matrix_have_the_name_of_its_floats(name: str, plain: str) -> None:
+    assert plain_name(name) == plain

@@ -102,6 +102,7 @@ EXACT: Mapping[str, Callable[[Parts], Tensor]] = {
     "int8-rows": of_rows,
     "packed-4": of_packed,
     "packed-4-zeros": of_packed,
+    "packed-4-rows": of_packed,
     "packed-8-rows": of_packed,
     "gptq-4": of_gptq(4, 1),
     "gptq-4-reordered": of_gptq(4, 1),

@@ -155,7 +155,7 @@ def without(tensors: Tensors, ending: str) -> Tensors:
         ),
         (
             lambda: layer(MODULE, dtype=torch.float16),
-            r"the experts' weights are F16 in .*; .* are bf16 or float32, or fp8 .* convert .* --weights resident",
+            r"the experts' weights are F16 in .*; .* are bf16 or float32, or on a CPU fp8 .* --weights resident",
         ),
         (
             lambda: layer(MODULE) | {f"{MODULE}.1.down_proj.weight": torch.zeros(HIDDEN * INTER)},

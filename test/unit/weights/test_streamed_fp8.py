@@ -14,11 +14,12 @@ from sgl_batch.checkpoint.files import read_header
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.small_weights import GroupedForm
 from sgl_batch.weights.dequantised import Dequantised
 from sgl_batch.weights.expert_checkpoint import ExpertLocations, find_experts
 from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
 from sgl_batch.weights.stored_scales import StoredScales, read_scales
-from sgl_batch.weights.streamed_weights import _fp8_form, _slot_tensors
+from sgl_batch.weights.streamed_weights import _grouped_form, _slot_tensors
 
 EXPERTS = 3
 MODULE = "model.layers.0.mlp.experts"
@@ -79,6 +80,12 @@ KINDS = {
 }
 
 
+def grouped(locations: ExpertLocations) -> GroupedForm:
+    form = _grouped_form(locations)
+    assert form is not None
+    return form
+
+
 def filled(locations: ExpertLocations, *, direct: bool = True) -> SlotTensors:
     """Read all experts, the last one into the first slot."""
     tensors = _slot_tensors(locations, EXPERTS, int8=False)
@@ -99,7 +106,7 @@ def test_slots_have_the_numbers_of_a_checkpoint_that_is_loaded_whole(kind: Kind,
     whole = {
         name: one.clone() for name, one in Dequantised(kind.form, torch.bfloat16)([str(file)], load_file(file).items())
     }
-    form, slots = _fp8_form(locations), filled(locations, direct=direct)
+    form, slots = grouped(locations), filled(locations, direct=direct)
     assert slots.slot_bytes == form.bits.num_bytes(3 * kind.hidden * kind.inter)
     gate_up = form.unpack(native_kernels(), slots.w13.view(2 * EXPERTS, kind.inter, -1), kind.hidden)
     down = form.unpack(native_kernels(), slots.w2, kind.inter)
@@ -114,7 +121,7 @@ def test_groups_are_as_large_as_scales_and_sizes_allow(tmp_path: Path) -> None:
     for name, kind in KINDS.items():
         folder = tmp_path / name
         folder.mkdir()
-        groups[name] = _fp8_form(kind.found(folder)).bits.group
+        groups[name] = grouped(kind.found(folder)).bits.group
     assert groups == {**dict.fromkeys(KINDS, 32), "blocks": 128, "rows": 128, "whole": 128}
 
 
@@ -175,14 +182,14 @@ def test_scales_of_zero_give_zeros(tmp_path: Path) -> None:
         tensors[f"{MODULE}.0.down_proj.weight_scale_inv"].zero_()
 
     locations = KINDS["blocks"].found(tmp_path, clear)
-    form, slots = _fp8_form(locations), filled(locations)
+    form, slots = grouped(locations), filled(locations)
     assert form.unpack(native_kernels(), slots.w2[:1], 128).count_nonzero() == 0
 
 
 def test_sizes_that_are_no_multiples_of_32_are_refused(tmp_path: Path) -> None:
     locations = Kind(block=(1, 0), hidden=80, inter=64).found(tmp_path)
-    with pytest.raises(ConfigError, match=r"experts of fp8 are \[64, 80\].*multiples of 32: use --weights resident"):
-        _fp8_form(locations)
+    with pytest.raises(ConfigError, match=r"quantised experts are \[64, 80\].*multiples of 32: use --weights resident"):
+        grouped(locations)
 
 
 def test_scales_say_where_each_matrix_begins(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from sgl_batch.startup.argument_checks import check_budgets, check_weights
 from sgl_batch.startup.fit_checks import check_asked, check_context
 from sgl_batch.startup.model_checks import check_any_device, check_this_device
 from sgl_batch.startup.plan_inputs import usual_budget
-from sgl_batch.startup.quantised_arguments import activations_advice, check_streamed_form
+from sgl_batch.startup.quantised_arguments import activations_advice, check_streamed_form, may_stream
 
 FORMAT = "sgl_batch.check/1"
 _DESCRIPTION = """\
@@ -127,7 +127,8 @@ def judge(args: argparse.Namespace, config: BatchConfig) -> dict[str, Any]:
     check_asked(model, config, page_size=args.page_size, here=device in (CPU, _device_here()))
     check_context(text, args.length or 0, "--context-length")
     target = Target(device=device, budget=_budget(config, device), page_size=args.page_size, length=_length(args, text))
-    streamable = method is None and any(one.is_streamable for one in tensors)
+    streamable = may_stream(str(directory), None, quantization=method, on_cpu=device == CPU)
+    streamable &= any(one.is_streamable for one in tensors)
     advice = activations_advice(str(directory), None, config.forward) if device == CPU else None
     return {
         **report,

@@ -1,0 +1,247 @@
+"""Experts that lie in their files as numbers of 4 bits are streamed so, with the numbers of a load of them all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sgl_batch.checkpoint.model_directory import form_of_weights
+from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.small_weights import GroupedForm
+from sgl_batch.weights.dequantised import Dequantised
+from sgl_batch.weights.expert_checkpoint import ExpertLocations, find_experts
+from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
+from sgl_batch.weights.streamed_weights import _grouped_form, _slot_tensors
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+from tiny_models.quantised import quantise
+
+EXPERTS, HIDDEN, INTER = 3, 256, 128
+MODULE = "model.layers.0.mlp.experts"
+FORMS = ["gptq-4", "gptq-4-128", "awq", "packed-4", "packed-4-zeros", "packed-4-rows"]
+Tensors = dict[str, torch.Tensor]
+
+
+def checkpoint(
+    folder: Path,
+    form: str,
+    *,
+    hidden: int = HIDDEN,
+    inter: int = INTER,
+    change: Callable[[Tensors], None] | None = None,
+) -> Path:
+    """Write experts rounded in one of the forms, and return their directory."""
+    draw, source, tensors = torch.Generator().manual_seed(hidden), folder / "floats", Tensors()
+    source.mkdir()
+    for expert in range(EXPERTS):
+        for name, shape in {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}.items():
+            weight = torch.randn(shape, generator=draw, dtype=torch.float32) / 8
+            tensors[f"{MODULE}.{expert}.{name}_proj.weight"] = weight.bfloat16()
+    (source / "config.json").write_text("{}")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    path = quantise(source, folder / "quantised", form)
+    if change is not None:
+        changed = load_file(path / "model.safetensors")
+        change(changed)
+        save_file(changed, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def found(path: Path) -> ExpertLocations:
+    form = form_of_weights(str(path))
+    assert form is not None
+    return find_experts([str(path / "model.safetensors")], [MODULE], range(EXPERTS), form=form)
+
+
+def grouped(locations: ExpertLocations) -> GroupedForm:
+    form = _grouped_form(locations)
+    assert form is not None
+    return form
+
+
+def filled(locations: ExpertLocations, *, direct: bool) -> SlotTensors:
+    """Read all experts; return them in their order."""
+    tensors = _slot_tensors(locations, EXPERTS, int8=False)
+    slots = ExpertSlots(locations, tensors, num_threads=2, direct=direct)
+    slots.ask(0, range(EXPERTS), urgent=True)
+    slots.wait(0, range(EXPERTS))
+    where = slots.table.slot_of[0].tolist()
+    assert slots.totals().bytes == EXPERTS * locations.expert_bytes
+    slots.close()
+    return SlotTensors(w13=tensors.w13[where], w2=tensors.w2[where])
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(("hidden", "inter"), [(256, 128), (96, 160), (4096, 1024)])
+@pytest.mark.parametrize("form", FORMS)
+def test_slots_have_the_numbers_of_a_checkpoint_that_is_loaded_whole(
+    form: str, hidden: int, inter: int, direct: bool, tmp_path: Path
+) -> None:
+    if form == "gptq-4-128" and hidden % 128:
+        hidden, inter = 384, 256
+    path = checkpoint(tmp_path, form, hidden=hidden, inter=inter)
+    stored, file = form_of_weights(str(path)), path / "model.safetensors"
+    assert stored is not None
+    whole = {
+        name: one.clone() for name, one in Dequantised(stored, torch.bfloat16)([str(file)], load_file(file).items())
+    }
+    locations = found(path)
+    kept, slots = grouped(locations), filled(locations, direct=direct)
+    assert slots.slot_bytes == kept.bits.num_bytes(3 * hidden * inter)
+    gate_up = kept.unpack(native_kernels(), slots.w13.view(2 * EXPERTS, inter, -1), hidden)
+    down = kept.unpack(native_kernels(), slots.w2, inter)
+    for expert in range(EXPERTS):
+        gate, up = gate_up[2 * expert : 2 * expert + 2]
+        for name, one in {"gate": gate, "up": up, "down": down[expert]}.items():
+            assert torch.equal(one, whole[f"{MODULE}.{expert}.{name}_proj.weight"])
+
+
+def stacked(folder: Path, *, hidden: int, inter: int, change: Callable[[Tensors], None] | None = None) -> Path:
+    """Write experts as gpt-oss has them, and return their directory."""
+    draw, source = torch.Generator().manual_seed(hidden), folder / "floats"
+    source.mkdir()
+    shapes = {"gate_up_proj": (EXPERTS, hidden, 2 * inter), "down_proj": (EXPERTS, inter, hidden)}
+    tensors = {f"{MODULE}.{name}": torch.randn(shape, generator=draw) / 8 for name, shape in shapes.items()}
+    (source / "config.json").write_text("{}")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    path = quantise(source, folder / "quantised", "mxfp4")
+    changed = load_file(path / "model.safetensors")
+    if change is not None:
+        change(changed)
+    save_file(changed, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def clear_block(tensors: Tensors) -> None:
+    """Have a block of zeros, some of them with a sign, whose power of two is none of bfloat16's."""
+    tensors[f"{MODULE}.gate_up_proj_blocks"][1, 6, 1] = torch.tensor([0x80, 0x08] * 8, dtype=torch.uint8)
+    tensors[f"{MODULE}.gate_up_proj_scales"][1, 6, 1] = 0
+
+
+@pytest.mark.parametrize("own", [range(EXPERTS), range(1, 2)])
+@pytest.mark.parametrize(("hidden", "inter"), [(256, 128), (96, 160), (4096, 1024)])
+def test_slots_have_the_numbers_of_mxfp4(hidden: int, inter: int, own: range, tmp_path: Path) -> None:
+    path = stacked(tmp_path, hidden=hidden, inter=inter, change=clear_block)
+    stored, file = form_of_weights(str(path)), path / "model.safetensors"
+    assert stored is not None
+    whole = {
+        name: one.clone() for name, one in Dequantised(stored, torch.bfloat16)([str(file)], load_file(file).items())
+    }
+    locations = find_experts([str(file)], [MODULE], own, stacked=True, form=stored)
+    tensors = _slot_tensors(locations, len(own), int8=False)
+    slots = ExpertSlots(locations, tensors, num_threads=2)
+    slots.ask(0, range(len(own)), urgent=True)
+    slots.wait(0, range(len(own)))
+    assert slots.totals().bytes == len(own) * locations.expert_bytes == len(own) * 3 * hidden * inter // 32 * 17
+    slots.close()
+    kept = grouped(locations)
+    gate_up = kept.unpack(native_kernels(), tensors.w13.view(2 * len(own), inter, -1), hidden)
+    down = kept.unpack(native_kernels(), tensors.w2, inter)
+    for index, expert in enumerate(own):
+        slot = int(slots.table.slot_of[0, index])
+        rows = whole[f"{MODULE}.gate_up_proj"][expert].t()
+        assert torch.equal(gate_up[2 * slot], rows[::2])
+        assert torch.equal(gate_up[2 * slot + 1], rows[1::2])
+        assert torch.equal(down[slot], whole[f"{MODULE}.down_proj"][expert].t())
+
+
+def test_powers_that_bfloat16_has_not_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+    def spoil(tensors: Tensors) -> None:
+        tensors[f"{MODULE}.down_proj_scales"][0, 5, 2] = 254
+
+    path = stacked(tmp_path, hidden=HIDDEN, inter=INTER, change=spoil)
+    stored = form_of_weights(str(path))
+    locations = find_experts([str(path / "model.safetensors")], [MODULE], range(EXPERTS), stacked=True, form=stored)
+    slots = ExpertSlots(locations, _slot_tensors(locations, EXPERTS, int8=False), num_threads=1)
+    slots.ask(0, range(EXPERTS), urgent=True)
+    slots.wait(0, [1, 2])
+    with pytest.raises(
+        EngineError, match=r"model\.safetensors: a matrix at byte \d+ has numbers that bfloat16 has not"
+    ):
+        slots.wait(0, [0])
+    slots.close()
+
+
+def test_groups_of_128_take_fewer_bits(tmp_path: Path) -> None:
+    groups = []
+    for form in ("gptq-4", "gptq-4-128"):
+        (tmp_path / form).mkdir()
+        groups.append(grouped(found(checkpoint(tmp_path / form, form))).bits.group)
+    assert groups == [32, 128]
+
+
+def set_zero_point(tensors: Tensors) -> None:
+    tensors[f"{MODULE}.1.up_proj.qzeros"][0, 0] = -1  # one more than is stored is 16
+
+
+def spoil_scale(tensors: Tensors) -> None:
+    tensors[f"{MODULE}.1.down_proj.scales"][1, 3] = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_zero_point, r"model\.safetensors: a matrix whose scales are at byte \d+ has zero points above 15"),
+        (spoil_scale, r"model\.safetensors: a matrix whose scales are at byte \d+ has scales that are infinite or no"),
+    ],
+)
+def test_what_no_slot_holds_is_an_error_that_names_the_file(
+    change: Callable[[Tensors], None], message: str, tmp_path: Path
+) -> None:
+    locations = found(checkpoint(tmp_path, "gptq-4", change=change))
+    slots = ExpertSlots(locations, _slot_tensors(locations, EXPERTS, int8=False), num_threads=1)
+    slots.ask(0, range(EXPERTS), urgent=True)
+    slots.wait(0, [0, 2])
+    with pytest.raises(EngineError, match=message):
+        slots.wait(0, [1])
+    slots.close()
+
+
+def reorder(tensors: Tensors) -> None:
+    tensors[f"{MODULE}.2.gate_proj.g_idx"] = tensors[f"{MODULE}.2.gate_proj.g_idx"].flip(0)
+
+
+def widen_scales(tensors: Tensors) -> None:
+    tensors[f"{MODULE}.2.gate_proj.scales"] = tensors[f"{MODULE}.2.gate_proj.scales"].float()
+
+
+def leave_as_floats(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith(f"{MODULE}.1.up_proj.")]:
+        del tensors[name]
+    tensors[f"{MODULE}.1.up_proj.weight"] = torch.zeros(INTER, HIDDEN, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (reorder, r"2\.gate_proj\.g_idx puts inputs in another order"),
+        (widen_scales, r"2\.gate_proj\.weight is stored as gptq of 4 bits with scales of F32; streamed integers have"),
+        (leave_as_floats, r"1\.up_proj\.weight is not quantised, as others are; .* all alike: use --weights resident"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        found(checkpoint(tmp_path, "gptq-4", change=change))
+
+
+@pytest.mark.parametrize(
+    ("form", "is_streamable"),
+    [
+        *((form, True) for form in (*FORMS, "fp8-blocks", "fp8-rows", "fp8-whole", "mxfp4")),
+        *((form, False) for form in ("gptq-4-reordered", "gptq-8-v2", "packed-8-rows", "int8-rows")),
+    ],
+)
+def test_a_config_says_whether_experts_can_be_streamed(form: str, is_streamable: bool, tmp_path: Path) -> None:
+    from tiny_models.quantised import FORMS as ALL
+
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": ALL[form][0]}))
+    stored = form_of_weights(str(tmp_path))
+    assert stored is not None
+    assert stored.is_streamable == is_streamable
