@@ -14,6 +14,7 @@ from comparison.child import is_installed, run_child, this_python
 from large_model.confined import memory_limit
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.checkpoint.files import read_header
+from sgl_batch.checkpoint.quantised import plain_name
 from sgl_batch.errors import ConfigError
 from sgl_batch.weights.disk_rate import disk_rate
 
@@ -21,6 +22,8 @@ ENGINES = ("sgl_batch", "mapped", "accelerate")
 _HUGGING_FACE_BYTES = 9 << 28
 _PAGE = 32
 _RATE_BYTES = 2 << 30
+# Ends of tensors that are read at the start alone.
+_UNREAD = ("g_idx", "_shape", "_scale_inv")
 _HERE = Path(__file__).resolve().parent
 
 
@@ -45,10 +48,15 @@ class Workload:
 
     @property
     def expert_bytes(self) -> int:
-        """Return the bytes of an expert's three matrices in the checkpoint, each a tensor of its own."""
-        headers = [read_header(file) for file in sorted(self.model.glob("*.safetensors"))]
-        sizes = [one.num_bytes for header in headers for name, one in header.items() if is_expert_weight(name)]
-        return 3 * sum(sizes) // max(1, len(sizes))
+        """Return the bytes of an expert's three matrices in the checkpoint, each of tensors of its own."""
+        num_bytes, matrices = 0, set[str]()
+        for file in self.model.glob("*.safetensors"):
+            for name, one in read_header(file).items():
+                plain = plain_name(name)
+                if is_expert_weight(plain) and not name.endswith(_UNREAD):
+                    num_bytes += one.num_bytes
+                    matrices.add(plain)
+        return 3 * num_bytes // max(1, len(matrices))
 
 
 @dataclass(slots=True, kw_only=True)

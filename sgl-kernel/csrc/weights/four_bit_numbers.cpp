@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "../cpu/byte_pairs.h"
+#include "../cpu/clones.h"
 
 namespace sgl_batch {
 namespace {
@@ -19,7 +21,7 @@ constexpr int kAwqOrder[kPerWord] = {0, 4, 1, 5, 2, 6, 3, 7};  // where a word h
 using Fours = uint16_t[kPanel];
 
 // To the words of four k of int4.
-void put_fours(const Fours& fours, char* to) {
+inline __attribute__((always_inline)) void put_fours(const Fours& fours, char* to) {
   constexpr int kHalf = kPanel / 2, kQuarter = kPanel / 4;
   uint16_t words[kPanel];
   for (int c = 0; c < kQuarter; ++c)
@@ -43,7 +45,15 @@ void put_fp4_fours(const Fours& fours, char* to) {
   std::memcpy(to, words, sizeof(words));
 }
 
-float f16_to_f32(uint16_t bits) { return static_cast<float>(__builtin_bit_cast(_Float16, bits)); }
+// An infinity for what is no number, too.
+float f16_to_f32(uint16_t bits) {
+  constexpr uint32_t kMagnitude = 0x7fff, kNoNumbers = 0x7c00;
+  constexpr float kBiases = 0x1p112f;  // of the exponents of f32 and f16
+  const uint32_t magnitude = bits & kMagnitude;
+  if (magnitude >= kNoNumbers) return std::numeric_limits<float>::infinity();
+  const float number = __builtin_bit_cast(float, magnitude << 13) * kBiases;
+  return bits > kMagnitude ? -number : number;
+}
 
 // A panel's words of four k from `k` on.
 char* fours_of(char* packed, DType dtype, int64_t panel, int64_t width, int64_t k) {
@@ -71,29 +81,45 @@ void put_rows(const Rows& rows, int64_t k, char* to, const Put& put) {
   }
 }
 
-// A row of words of eight k, of one panel.
-void put_word_row(const uint32_t* words, char* to) {
-  Fours low, high;
-  for (int64_t column = 0; column < kPanel; ++column) {
-    low[column] = static_cast<uint16_t>(words[column]);
-    high[column] = static_cast<uint16_t>(words[column] >> 16);
+// Rows of words of eight k, `stride` words apart, of one panel.
+SGL_BATCH_CLONES void put_gptq_rows(const uint32_t* words, int64_t stride, int64_t rows, char* to) {
+  for (int64_t row = 0; row < rows; ++row, words += stride, to += 2 * kFourBytes) {
+    Fours low, high;
+    for (int column = 0; column < kPanel; ++column) {
+      low[column] = static_cast<uint16_t>(words[column]);
+      high[column] = static_cast<uint16_t>(words[column] >> 16);
+    }
+    put_fours(low, to);
+    put_fours(high, to + kFourBytes);
   }
-  put_fours(low, to);
-  put_fours(high, to + kFourBytes);
 }
 
-// Four rows of words of eight outputs, of one panel.
-void put_four_rows(const uint32_t* rows, int64_t stride, char* to) {
-  Fours fours;
-  for (int64_t word = 0; word < kPanel / kPerWord; ++word) {
-    const uint32_t a = rows[word], b = rows[stride + word], c = rows[2 * stride + word], d = rows[3 * stride + word];
-    for (int64_t output = 0; output < kPerWord; ++output) {
-      const int shift = 4 * kAwqOrder[output];
-      const uint32_t own = (a >> shift & 15) | (b >> shift & 15) << 4 | (c >> shift & 15) << 8 | (d >> shift & 15) << 12;
-      fours[word * kPerWord + output] = static_cast<uint16_t>(own);
+// Rows of words of eight outputs, likewise; four at a time. A word has its outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
+SGL_BATCH_CLONES void put_awq_rows(const char* from, int64_t stride, int64_t rows, char* to) {
+  using Bytes = uint8_t __attribute__((vector_size(16)));
+  static_assert(sizeof(Bytes) == kPanel / 2);
+  constexpr Bytes kLower = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  constexpr Pairs8 kFirst = {0, 2, 8, 10, 1, 3, 9, 11};
+  for (int64_t row = 0; row < rows; row += kFourK, from += kFourK * stride, to += kFourBytes) {
+    Bytes a, b, c, d;
+    std::memcpy(&a, from, sizeof(a));
+    std::memcpy(&b, from + stride, sizeof(b));
+    std::memcpy(&c, from + 2 * stride, sizeof(c));
+    std::memcpy(&d, from + 3 * stride, sizeof(d));
+    // A byte's lower number of each row, and its upper one, of two rows side by side.
+    const Bytes ab = (a & 15) | (b << 4), cd = (c & 15) | (d << 4), upper_ab = (a >> 4) | (b & 0xf0), upper_cd = (c >> 4) | (d & 0xf0);
+    Fours fours;
+    for (int half = 0; half < 2; ++half) {
+      const Bytes order = kLower + static_cast<uint8_t>(8 * half);
+      const auto lower = reinterpret_cast<Pairs8>(__builtin_shuffle(ab, cd, order));
+      const auto upper = reinterpret_cast<Pairs8>(__builtin_shuffle(upper_ab, upper_cd, order));
+      for (uint16_t word = 0; word < 2; ++word) {
+        const Pairs8 outputs = __builtin_shuffle(lower, upper, kFirst + static_cast<uint16_t>(4 * word));
+        std::memcpy(fours + (2 * half + word) * kPerWord, &outputs, sizeof(outputs));
+      }
     }
+    put_fours(fours, to);
   }
-  put_fours(fours, to);
 }
 
 }  // namespace
@@ -157,14 +183,11 @@ void put_integers(const FourBitNumbers& stored, const char* from, int64_t first,
     case FourBitLayout::kMxfp4: return;  // no integers
     case FourBitLayout::kGptq:
       for (int64_t panel = 0; panel < panels; ++panel)
-        for (int64_t row = 0; row < rows; ++row)
-          put_word_row(words + row * n + panel * kPanel, fours_of(packed, dtype, panel, k, (first + row) * kPerWord));
+        put_gptq_rows(words + panel * kPanel, n, rows, fours_of(packed, dtype, panel, k, first * kPerWord));
       return;
     case FourBitLayout::kAwq:
       for (int64_t panel = 0; panel < panels; ++panel)
-        for (int64_t row = 0; row < rows; row += kFourK)
-          put_four_rows(words + row * (n / kPerWord) + panel * kPanel / kPerWord, n / kPerWord,
-                        fours_of(packed, dtype, panel, k, first + row));
+        put_awq_rows(from + panel * kPanel / 2, n / 2, rows, fours_of(packed, dtype, panel, k, first));
       return;
   }
 }
