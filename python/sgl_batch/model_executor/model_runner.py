@@ -43,16 +43,8 @@ from sgl_batch.model_executor.layer_runner import LayerRunner
 from sgl_batch.model_executor.partition_set import PartitionSets
 from sgl_batch.model_executor.pass_memory import PassMemory, UntouchedPages
 from sgl_batch.model_executor.run_context import RunContext
-from sgl_batch.model_executor.weight_watch import (
-    adopt_loaded,
-    is_of_experts,
-    load_share,
-    reform_of,
-    weight_reading,
-    weight_watch,
-)
+from sgl_batch.model_executor.weight_watch import adopt_loaded, loading_checkpoint
 from sgl_batch.model_executor.yield_callback import make_yield_callback
-from sgl_batch.sglang_adapter.checkpoint_loading import loading_weights
 from sgl_batch.sglang_adapter.expert_choice import capture_choices_with, expert_choosing_layers, reports_choices
 from sgl_batch.sglang_adapter.forward import (
     DEVICE_METADATA_BACKENDS,
@@ -72,7 +64,6 @@ from sgl_batch.sglang_adapter.names import TRITON_ATTENTION
 from sgl_batch.sglang_adapter.private_ports import on_this_machine
 from sgl_batch.sglang_adapter.ranks import expert_shard
 from sgl_batch.sglang_adapter.types.batches import ForwardBatch, LogitsOutput
-from sgl_batch.weights.unloaded_experts import unloaded_experts
 
 logger = logging.getLogger(__name__)
 
@@ -142,12 +133,8 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         self.context.start_log.end("scheduler and process groups made")
         operators, resident = self.context.cpu_operators, memory.weights == "resident"
-        loads = load_share(config.hf_text_config, rank_context, resident=resident)
-        watch = weight_watch(config.hf_text_config, rank_context, operators, loads, resident=resident)
-        reading, reform = weight_reading(rank_context), reform_of(self.device, config.dtype, loads)
-        left, experts = (None, nullcontext()) if resident else (is_of_experts, unloaded_experts())
-        loading = loading_weights(self.server_args, watch, reading, left, reform)
-        with shard, huge_parameters(), models_as_configured(), experts, loading as files:
+        loading = loading_checkpoint(self.server_args, config, rank_context, operators, self.device, resident=resident)
+        with shard, huge_parameters(), models_as_configured(), loading as files:
             super().load_model()
         if not resident:
             held = 0 if rank_context is None else rank_context.expert_shard

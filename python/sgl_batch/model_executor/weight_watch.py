@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -17,15 +18,22 @@ from sgl_batch.metrics.start_log import StartLog
 from sgl_batch.model_executor.cpu_operators import CpuOperators
 from sgl_batch.model_executor.device_needs import resident_weight_bytes
 from sgl_batch.model_executor.families import family_of
-from sgl_batch.sglang_adapter.checkpoint_loading import ReformOf, WeightReading, WeightReform, WeightWatch
+from sgl_batch.sglang_adapter.checkpoint_loading import (
+    ReformOf,
+    WeightReading,
+    WeightReform,
+    WeightWatch,
+    loading_weights,
+)
 from sgl_batch.sglang_adapter.layers import expert_layers, plain_linears
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
+from sgl_batch.sglang_adapter.types.scheduler import ModelConfig
 from sgl_batch.weights.dequantised import Dequantised, draw_numbers
 from sgl_batch.weights.direct_tensors import read_past_page_cache
 from sgl_batch.weights.load_share import LoadShare
 from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.shared_weights import SharedWeights
-from sgl_batch.weights.unloaded_experts import is_expert_parameter
+from sgl_batch.weights.unloaded_experts import is_expert_parameter, unloaded_experts
 
 
 def load_share(config: object, rank_context: RankContext | None, *, resident: bool) -> LoadShare:
@@ -42,12 +50,35 @@ def load_share(config: object, rank_context: RankContext | None, *, resident: bo
     return LoadShare(range(rank_context.expert_shard * held, (rank_context.expert_shard + 1) * held))
 
 
-def is_of_experts(name: str) -> bool:
+def _is_of_experts(name: str) -> bool:
     """Return whether a tensor of a checkpoint belongs to matrices of routed experts, which may be quantised."""
     return is_expert_weight(plain_name(name))
 
 
-def weight_watch(
+@contextmanager
+def loading_checkpoint(
+    server_args: ServerArgs,
+    model_config: ModelConfig,
+    rank_context: RankContext | None,
+    operators: CpuOperators | None,
+    device: str,
+    *,
+    resident: bool,
+) -> Iterator[list[str]]:
+    """Inside, SGLang loads a model as this rank has it. Experts that are not `resident` stay in their files.
+
+    Yields the safetensors files: see `loading_weights`.
+    """
+    config = model_config.hf_text_config
+    loads = load_share(config, rank_context, resident=resident)
+    watch = _weight_watch(config, rank_context, operators, loads, resident=resident)
+    reform = reform_of(device, model_config.dtype, loads)
+    left, experts = (None, nullcontext()) if resident else (_is_of_experts, unloaded_experts())
+    with experts, loading_weights(server_args, watch, _weight_reading(rank_context), left, reform) as files:
+        yield files
+
+
+def _weight_watch(
     config: object,
     rank_context: RankContext | None,
     operators: CpuOperators | None,
@@ -83,7 +114,7 @@ def weight_watch(
     )
 
 
-def weight_reading(rank_context: RankContext | None) -> WeightReading | None:
+def _weight_reading(rank_context: RankContext | None) -> WeightReading | None:
     """Return what reads files of weights in place of SGLang's loader.
 
     None for one rank of several: each reads all files, which the page cache has once for all of them.
