@@ -231,6 +231,7 @@ def test_quantised_weights_may_be_rounded_to_int8(
     [
         (FAMILIES[0], "fp8-blocks", 36, (".weight",)),
         (FAMILIES[1], "fp8-rows", 36, (".weight",)),
+        (FAMILIES[2], "int8-rows", 36, (".weight",)),
         (FAMILIES[0], "gptq-4", 20, (".qweight", ".qzeros", ".scales")),
         (FAMILIES[2], "awq", 20, (".qweight", ".qzeros", ".scales")),
         (FAMILIES[1], "packed-4-zeros", 20, (".weight_packed", ".weight_scale", ".weight_zero_point")),
@@ -267,11 +268,8 @@ def test_streamed_experts_of_4_or_8_bits_have_the_tokens_of_resident_ones(
 @pytest.mark.parametrize(
     ("form", "more", "message"),
     [
-        (
-            "int8-rows",
-            {},
-            r"quantised \(compressed-tensors\); streamed weights are .* on a CPU fp8 \(e4m3\) or numbers",
-        ),
+        ("gptq-8-v2", {}, r"quantised \(gptq\); streamed weights are .* on a CPU fp8 \(e4m3\), int8"),
+        ("packed-8-rows", {}, r"gate_proj\.weight \(or w1\) and its two companions are not in .*--weights resident"),
         ("gptq-4-reordered", {}, r"quantised \(gptq\); streamed weights are .* in order"),
         ("fp8-blocks", {"cpu_weight_dtype": "int8"}, r"'int8', and the model's weights are quantised and streamed"),
         ("fp8-blocks", {"dtype": "float32"}, r"computes in torch\.float32 .* give --dtype bfloat16"),

@@ -12,8 +12,8 @@ from typing import Any
 # Bits of GPTQ's integers that fill words of 32.
 _WHOLE_BITS = (2, 4, 8)
 _AWQ_BITS = 4
-_STREAMED_BITS = 4
-_MXFP4 = "mxfp4"
+_HALF_BYTE, _BYTE = 4, 8
+_MXFP4, _COMPRESSED = "mxfp4", "compressed-tensors"
 _AWQ_LAYOUT = "gemm"
 _E4M3 = "e4m3"
 _GPTQ_LAYOUTS = {"gptq": 1, "gptq_v2": 0}  # by name: what its zero points lack
@@ -49,12 +49,18 @@ class QuantisedForm:
     def is_streamable(self) -> bool:
         """Whether a CPU may read experts from the files while the model runs.
 
-        These are fp8 of e4m3, mxfp4, and integers of 4 bits whose groups are neighbours.
+        These are fp8 of e4m3, mxfp4, integers of 4 bits whose groups are neighbours, and bytes without zero points.
         """
-        if self.integers:
-            in_four = all(bits == _STREAMED_BITS for bits, _ in self.integers)
-            return in_four and not self.reordered and not self.has_e4m3
-        return self.has_e4m3 or self.method == _MXFP4
+        if not self.integers:
+            return self.has_e4m3 or self.method == _MXFP4
+        in_bytes = self.method == _COMPRESSED and self.symmetric and all(bits == _BYTE for bits, _ in self.integers)
+        return (in_bytes or self.in_four_bits) and not self.has_e4m3
+
+    @property
+    def in_four_bits(self) -> bool:
+        """Whether all quantised matrices are mxfp4, or integers of 4 bits whose groups are neighbours."""
+        in_four = all(bits == _HALF_BYTE for bits, _ in self.integers)
+        return self.method == _MXFP4 or (bool(self.integers) and in_four and not self.reordered)
 
 
 class QuantisedFormError(ValueError):

@@ -184,8 +184,8 @@ FORMATS: tuple[NumberFormat, ...] = (
         "GPTQ, AWQ and compressed-tensors checkpoints",
         ("gptq", "awq", "compressed-tensors"),
         _works(
-            "in bfloat16 integers stay in 4 or 8 bits, and fp8 in 8, without loss (`--cpu-weight-dtype auto`), those "
-            "of 4 and fp8 also streamed; else as floats"
+            "in bfloat16 integers stay in 4 or 8 bits, and fp8 in 8, without loss (`--cpu-weight-dtype auto`), most "
+            "of them also streamed; else as floats"
         ),
         _BY_SGLANG,
     ),

@@ -49,8 +49,8 @@ def check_streamed_form(
     if not may_stream(model, revision, quantization=quantization, on_cpu=on_cpu):
         raise ConfigError(
             f"weights are to be streamed, and the model's are quantised ({quantization}); streamed weights are bf16 or "
-            "float32, or on a CPU fp8 (e4m3) or numbers of 4 bits in order: name a checkpoint of these, or leave "
-            "--weights out"
+            "float32, or on a CPU fp8 (e4m3), int8 (compressed-tensors) or numbers of 4 bits in order: name a "
+            "checkpoint of these, or leave --weights out"
         )
     if quantization is not None and forward.cpu_weight_dtype != "auto":
         raise ConfigError(

@@ -17,7 +17,8 @@ from sgl_batch.weights.four_bit_numbers import FourBitNumbers, find_four_bits
 from sgl_batch.weights.stored_scales import StoredScales, read_scales
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
-_FP8 = "F8_E4M3"
+# Of numbers that share scales.
+_BYTES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class ExpertLocations:
     `file_offsets` [L, E, 3, 2], int64: the number of the file, and the matrix's first byte in it. The matrices are
     [I, M], [I, M] and [M, I], of `dtype`; M is `hidden`, I is `inter`. `transposed`: they lie as stacked ones do
     (checkpoint/expert_layout): gate and up in [M, 2I], whose columns alternate, and down as [I, M]. `scales`: those of
-    matrices of fp8; file_offsets [L, E, 3, 3] then also say which of them is a matrix's first. `four_bits`: how those
+    matrices of bytes; file_offsets [L, E, 3, 3] then also say which of them is a matrix's first. `four_bits`: how those
     of 4 bits are stored, in bytes; file_offsets [L, E, 3, 6] then also have places of scales and zero points.
     """
 
@@ -47,7 +48,7 @@ class ExpertLocations:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert in the files; of fp8 without its scales, which are read once."""
+        """Bytes of one expert in the files; of fp8 and int8 without scales, which are read once."""
         if self.four_bits is not None:
             shapes = 2 * [(self.inter, self.hidden)] + [(self.hidden, self.inter)]
             return sum(self.four_bits.num_bytes(*shape) for shape in shapes)
@@ -73,8 +74,7 @@ def find_experts(
     headers: dict[str, StoredTensor] = {}
     for file in files:
         headers |= read_header(Path(file))
-    in_four_bits = form is not None and form.is_streamable and not form.has_e4m3
-    quantised = find_quantised(headers, form) if form is not None and in_four_bits else None
+    quantised = find_quantised(headers, form) if form is not None and form.in_four_bits else None
     plain = headers if quantised is None else quantised.as_floats(headers)
     found = {name: one for name, one in plain.items() if is_expert_weight(name)}
     numbers = {Path(file): number for number, file in enumerate(files)}
@@ -99,19 +99,19 @@ def find_experts(
     if quantised is not None and any(name in quantised.matrices for name, _ in names):
         four_bits, places = find_four_bits(quantised, names, numbers)
         file_offsets = places.view(len(modules), len(experts), 3, -1)
-    elif first[0].dtype == _FP8 and form is not None and not stacked:
+    elif first[0].dtype in _BYTES and form is not None and not stacked:
         scales = read_scales(headers, [name for name, _ in names], form)
         file_offsets = torch.cat((file_offsets, scales.firsts.view(len(modules), len(experts), 3, 1)), dim=3)
     elif first[0].dtype not in _DTYPES:
         raise ConfigError(
             f"the experts' weights are {first[0].dtype} in {Path(files[0]).parent}; streamed weights are bf16 or "
-            "float32, or on a CPU fp8 (e4m3) with scales or numbers of 4 bits: convert the checkpoint, or use "
+            "float32, or on a CPU fp8 (e4m3) or int8 with scales or numbers of 4 bits: convert the checkpoint, or use "
             "--weights resident"
         )
     return ExpertLocations(
         files=list(files),
         file_offsets=file_offsets,
-        dtype=torch.uint8 if four_bits is not None else _DTYPES.get(first[0].dtype, torch.float8_e4m3fn),
+        dtype=torch.uint8 if four_bits is not None else {**_DTYPES, **_BYTES}[first[0].dtype],
         hidden=hidden,
         inter=inter,
         transposed=stacked and four_bits is None,

@@ -1,4 +1,4 @@
-"""Owns the scales of experts whose matrices lie in their files as numbers of fp8. It reads scales alone."""
+"""Owns the scales of experts whose matrices lie in their files as bytes: fp8, or integers. It reads scales alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALL = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredScales:
-    """The scales of matrices of fp8.
+    """The scales of matrices of bytes.
 
     Attributes:
         values: Those of one matrix after the other, float32 [any]; of a matrix by rows of blocks.
@@ -79,8 +79,8 @@ def _scale_of(tensors: Mapping[str, StoredTensor], name: str) -> str:
     found = [begin + end for end in _ENDS if begin + end in tensors]
     if len(found) != 1 or begin + ".weight_zero_point" in tensors:
         raise ConfigError(
-            f"{name} is fp8 and has {len(found)} tensors of scales; streamed weights have one, and no zero points: "
-            "fetch the checkpoint anew, or use --weights resident"
+            f"{name} is of 8 bits and has {len(found)} tensors of scales; streamed weights have one, and no zero "
+            "points: fetch the checkpoint anew, or use --weights resident"
         )
     return found[0]
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 from sgl_batch.checkpoint.model_directory import form_of_weights
-from sgl_batch.checkpoint.quantised import FP8_BITS, INTEGER_BITS, MXFP4_BITS, GroupedBits
+from sgl_batch.checkpoint.quantised import FP8_BITS, INT8_BITS, INTEGER_BITS, MXFP4_BITS, GroupedBits
 from sgl_batch.config import MemoryConfig
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.core.weight_residency import WeightResidency, plan_residency, slots_to_stream
@@ -185,7 +185,8 @@ def _grouped_form(locations: ExpertLocations) -> GroupedForm | None:
     """
     forms: Sequence[GroupedBits]
     if locations.scales is not None:
-        forms, sharing = FP8_BITS, locations.scales.block[1]
+        forms = INT8_BITS if locations.dtype == torch.int8 else FP8_BITS
+        sharing = locations.scales.block[1]
     elif locations.four_bits is not None:
         forms = (MXFP4_BITS,) if locations.four_bits.are_mxfp4 else INTEGER_BITS
         sharing = locations.four_bits.group

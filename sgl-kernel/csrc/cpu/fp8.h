@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "block_scales.h"
 #include "gemm.h"
 
 namespace sgl_batch {
@@ -28,14 +29,6 @@ inline int64_t fp8_scale_bytes(int64_t k, int64_t group) { return k / group * kP
 
 // A row of k numbers of e4m3 as checkpoints have it, times a scale for each `columns` of them, to bf16.
 void widen_fp8_row(const uint8_t* codes, const float* scales, int64_t columns, int64_t k, uint16_t* to);
-
-// Where scales lie that blocks of `rows` x `columns` numbers of a matrix share, `across` blocks side by side.
-struct BlockScales {
-  const float* first;
-  int64_t rows, columns, across;
-
-  float of(int64_t row, int64_t column) const { return first[row / rows * across + column / columns]; }
-};
 
 // Packs codes as checkpoints have them, kPanel rows of k from a matrix's `row` on; numbers of a group share a scale. False where a
 // code is no number, and what `to` holds is undefined.

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "byte_pairs.h"
 #include "clones.h"
 #include "group_scale.h"
 
@@ -175,7 +176,18 @@ class ColumnScales {
   ScaleBounds of_all_{0, ~0u};
 };
 
+// One after the other.
+constexpr PairColumns kColumnsOfEighths[] = {{0, 4}, {8, 12}, {16, 20}, {24, 28}};
+
 }  // namespace
+
+void pack_int8_codes(const int8_t* integers, const BlockScales& scales, int64_t row, int64_t k, int64_t group, void* to) {
+  auto* words = static_cast<float*>(to);
+  auto* codes = reinterpret_cast<uint8_t*>(words + k / group * kPanel);
+  for (int64_t first = 0; first < k; first += group)
+    for (int64_t column = 0; column < kPanel; ++column) *words++ = scales.of(row + column, first);
+  panel_of_bytes(reinterpret_cast<const uint8_t*>(integers), k, kColumnsOfEighths, codes);
+}
 
 bool pack_int8_panel(const uint16_t* plain, int64_t k, int64_t group, void* to) {
   auto* scales = static_cast<float*>(to);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "block_scales.h"
 #include "gemm.h"
 
 namespace sgl_batch {
@@ -16,6 +17,9 @@ static_assert(packed_bytes(DType::kInt8By128, kPanel * 128) == 4 * kPanel + 128 
 
 // How many numbers of an output have one scale; 0 for other number types.
 constexpr int64_t int8_group(DType dtype) { return dtype == DType::kInt8By128 ? 128 : dtype == DType::kInt8By32 ? 32 : 0; }
+
+// Packs integers as checkpoints have them, kPanel rows of k from a matrix's `row` on; those of a group share a scale.
+void pack_int8_codes(const int8_t* integers, const BlockScales& scales, int64_t row, int64_t k, int64_t group, void* to);
 
 // Packs a plain panel of bf16, kPanel rows of k; false where a number has no such form, and what `to` holds is undefined.
 bool pack_int8_panel(const uint16_t* plain, int64_t k, int64_t group, void* to);

@@ -85,7 +85,7 @@ void ExpertLoader::submit(const std::vector<int64_t>& slots, const std::vector<E
 
 // Whether all scales of an expert's matrices are among those stored.
 bool ExpertLoader::has_scales(const ExpertPlaces& places) const {
-  if (!slots_.are_fp8()) return true;
+  if (slots_.byte_group() == 0) return true;
   for (size_t i = 0; i < places.size(); ++i) {
     const int64_t n = i == 2 ? slots_.hidden : slots_.inter, k = i == 2 ? slots_.inter : slots_.hidden;
     const BlockScales own = block_scales(slots_.stored_scales, 0, n, k);
@@ -163,16 +163,19 @@ void ExpertLoader::load_rows(const MatrixPlace& place, const Target& target, Thr
 // Packs rows from `first` on, which begin a panel.
 void ExpertLoader::pack(const char* plain, const MatrixPlace& place, int64_t first, int64_t rows, const Target& target) const {
   char* packed = target.to + packed_bytes(slots_.dtype, first * target.k);
-  if (!slots_.are_fp8()) {
+  if (slots_.byte_group() == 0) {
     float* scales = target.scales == nullptr ? nullptr : target.scales + first;
     pack_rows(plain, slots_.stored, rows, target.k, packed, slots_.dtype, scales);
     return;
   }
   const BlockScales scales = block_scales(slots_.stored_scales, place.scale, target.n, target.k);
-  const auto* codes = reinterpret_cast<const uint8_t*>(plain);
+  const int64_t group = slots_.byte_group();
   for (int64_t row = 0; row < rows; row += kPanel) {
+    const char* own = plain + row * target.k;
     char* panel = packed + packed_bytes(slots_.dtype, row * target.k);
-    if (!pack_fp8_codes(codes + row * target.k, scales, first + row, target.k, fp8_group(slots_.dtype), panel))
+    if (int8_group(slots_.dtype) != 0)
+      pack_int8_codes(reinterpret_cast<const int8_t*>(own), scales, first + row, target.k, group, panel);
+    else if (!pack_fp8_codes(reinterpret_cast<const uint8_t*>(own), scales, first + row, target.k, group, panel))
       throw ReadFault(0, files_[place.file]->name() + ": a matrix at byte " + std::to_string(place.offset) +
                              " has codes that are no numbers; quantise the model again, or fetch the file anew");
   }

@@ -14,12 +14,14 @@
 
 #include "../cpu/fp8.h"
 #include "../cpu/gemm.h"
+#include "../cpu/int8_groups.h"
 #include "four_bit_numbers.h"
 #include "weight_file.h"
 
 namespace sgl_batch {
 
-// Scales of the matrices in files of fp8, of all experts: `count` numbers. Blocks of `rows` x `columns` share one; 0 stands for all.
+// Scales of the matrices in files of fp8 and int8, of all experts: `count` numbers. Blocks of `rows` x `columns` share one; 0 stands
+// for all.
 struct StoredScales {
   const float* data = nullptr;
   int64_t count = 0, rows = 0, columns = 0;
@@ -28,7 +30,7 @@ struct StoredScales {
 // What the slots are made of: per slot a packed gate and up matrix [inter, hidden] each, one after the other in `w13`, and
 // a packed [hidden, inter] in `w2`. Slots of int8 have scales, as in ExpertsCall. Matrices in files are plain, of `stored`;
 // `transposed` ones have a row for each input, and columns of gate and up alternate in one matrix [hidden, 2 * inter]. Where
-// slots are of fp8, files have rows of its codes; where of int4 or fp4, what `four_bits` says.
+// slots are of fp8 or of int8 in groups, files have rows of bytes; where of int4 or fp4, what `four_bits` says.
 struct ExpertSlots {
   int64_t count, hidden, inter;
   DType stored, dtype;
@@ -40,15 +42,16 @@ struct ExpertSlots {
   StoredScales stored_scales = {};
   FourBitNumbers four_bits = {};
 
-  bool are_fp8() const { return fp8_group(dtype) != 0; }
+  // Of bytes that share scales.
+  int64_t byte_group() const { return fp8_group(dtype) + int8_group(dtype); }
   bool are_int4() const { return int4_group(dtype) != 0; }
-  int64_t stored_bytes(int64_t numbers) const { return are_fp8() ? numbers : packed_bytes(stored, numbers); }
+  int64_t stored_bytes(int64_t numbers) const { return byte_group() != 0 ? numbers : packed_bytes(stored, numbers); }
 };
 
 struct FilePlace {
   int64_t file = 0, offset = 0;
 };
-// `scale`: of fp8, which of the stored scales is the matrix's first. `scales`, `zeros`: of four bits, where theirs lie.
+// `scale`: of fp8 and int8, which of the stored scales is the matrix's first. `scales`, `zeros`: of four bits, where theirs lie.
 struct MatrixPlace {
   int64_t file, offset, scale = 0;
   FilePlace scales = {}, zeros = {};

@@ -38,7 +38,7 @@ Numbers numbers_in(const at::Tensor& tensor, const char* name) {
 class Loader : public torch::CustomClassHolder {
  public:
   // `w13` [S, 2I, M] and `w2` [S, M, I] are written to until `close`; the caller keeps them and the scales alive.
-  // Those of fp8, int4 and fp4 have other rows. `transposed`: as in ExpertSlots; `stored_scales`: as in StoredScales. `four_bits`: as
+  // Those of 4 and 8 bits that share scales have other rows. `transposed`: as in ExpertSlots; `stored_scales`: as in StoredScales. `four_bits`: as
   // in FourBitNumbers, its members one after the other; empty for others.
   Loader(const std::vector<std::string>& files, bool direct, const at::Tensor& w13, const at::Tensor& w2,
          const std::optional<at::Tensor>& w13_scales, const std::optional<at::Tensor>& w2_scales, bool stored_f32,
@@ -46,8 +46,9 @@ class Loader : public torch::CustomClassHolder {
          int64_t block_columns, const Numbers& four_bits) {
     check(w13, 3, "w13");
     check(w2, 3, "w2");
-    fp8_ = w13.scalar_type() == at::kFloat8_e4m3fn, four_bits_ = w13.scalar_type() == at::kInt || w13.scalar_type() == at::kByte;
-    const bool grouped = fp8_ || four_bits_;
+    bytes_ = w13.scalar_type() == at::kFloat8_e4m3fn || w13.scalar_type() == at::kShort;
+    four_bits_ = w13.scalar_type() == at::kInt || w13.scalar_type() == at::kByte;
+    const bool grouped = bytes_ || four_bits_;
     const int64_t slots = w2.size(0), hidden = w2.size(1), inter = grouped ? w13.size(1) / 2 : w2.size(2);
     TORCH_CHECK_VALUE(w13.size(0) == slots && w13.size(1) == 2 * inter && (grouped || w13.size(2) == hidden), "w13 is ",
                       w13.sizes(), " beside w2 of ", w2.sizes());
@@ -79,7 +80,7 @@ class Loader : public torch::CustomClassHolder {
   void submit(const at::Tensor& slots, const at::Tensor& places, bool urgent) {
     const Numbers which = numbers_in(slots, "slots");
     check(places, 3, "places");
-    const int64_t numbers = fp8_ ? 3 : four_bits_ ? 6 : 2;
+    const int64_t numbers = bytes_ ? 3 : four_bits_ ? 6 : 2;
     TORCH_CHECK_VALUE(places.scalar_type() == at::kLong && places.size(0) == slots.size(0) && places.size(1) == 3 &&
                           places.size(2) == numbers,
                       "places are ", places.scalar_type(), places.sizes(), "; use int64 [", slots.size(0), ", 3, ", numbers, "]");
@@ -87,7 +88,7 @@ class Loader : public torch::CustomClassHolder {
     const auto* next = places.data_ptr<int64_t>();
     for (ExpertPlaces& expert : experts)
       for (MatrixPlace& place : expert) {
-        place = {next[0], next[1], fp8_ ? next[2] : 0};
+        place = {next[0], next[1], bytes_ ? next[2] : 0};
         if (four_bits_) place.scales = {next[2], next[3]}, place.zeros = {next[4], next[5]};
         next += numbers;
       }
@@ -119,10 +120,10 @@ class Loader : public torch::CustomClassHolder {
 
  private:
   StoredScales scales_in_files(const std::optional<at::Tensor>& scales, int64_t rows, int64_t columns, DType dtype) const {
-    TORCH_CHECK_VALUE(fp8_ == scales.has_value(), "weights in files ", fp8_ ? "of fp8 need" : "of floats have no", " scales");
-    if (!fp8_) return {};
+    TORCH_CHECK_VALUE(bytes_ == scales.has_value(), "weights in files ", bytes_ ? "of bytes need" : "of other types have no", " scales");
+    if (!bytes_) return {};
     check(*scales, 1, "stored_scales");
-    const int64_t group = fp8_group(dtype);
+    const int64_t group = fp8_group(dtype) + int8_group(dtype);
     TORCH_CHECK_VALUE(scales->scalar_type() == at::kFloat && rows >= 0 && columns >= 0 && columns % group == 0, "stored_scales are ",
                       scales->scalar_type(), " of blocks of ", rows, " x ", columns, "; use float32, and multiples of ", group, " columns");
     return {scales->data_ptr<float>(), scales->numel(), rows, columns};
@@ -140,7 +141,7 @@ class Loader : public torch::CustomClassHolder {
     return {static_cast<FourBitLayout>(members[0]), group, members[2] != 0, members[3] != 0, members[4]};
   }
 
-  bool fp8_ = false, four_bits_ = false;
+  bool bytes_ = false, four_bits_ = false;
   std::unique_ptr<ExpertLoader> loader_;
 };
 

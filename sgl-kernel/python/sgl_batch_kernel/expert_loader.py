@@ -58,9 +58,9 @@ class ExpertLoader(Protocol):
     def submit(self, slots: torch.Tensor, places: torch.Tensor, urgent: bool) -> None:
         """Ask for experts; `places` int64 [N, 3, 2]: file and byte of the gate, up and down matrix.
 
-        Of fp8 [N, 3, 3]: and which of the stored scales is the matrix's first. Of 4 bits [N, 3, 6]: and file and byte
-        of its scales, and of its zero points, which are not read where there are none. Urgent ones come before all
-        others. Transposed gate and up matrices, and those of mxfp4, lie where the gate's does.
+        Of bytes with scales [N, 3, 3]: and which of the stored scales is the matrix's first. Of 4 bits [N, 3, 6]: and
+        file and byte of its scales, and of its zero points, which are not read where there are none. Urgent ones come
+        before all others. Transposed gate and up matrices, and those of mxfp4, lie where the gate's does.
         """
 
     def hurry(self, slots: torch.Tensor) -> None:
@@ -105,7 +105,8 @@ def start_expert_loader(
     read past the page cache where the file system allows it; otherwise the cache is released behind. The caller keeps
     the tensors alive until the loader is closed.
 
-    Slots of fp8 are those that `pack_fp8_` fills, and files then have its codes, float8_e4m3fn: `stored` is not read.
+    Slots of fp8 and int8 are those that `pack_fp8_` and `pack_int8_groups_` fill, and files then have rows of
+    float8_e4m3fn or int8: `stored` is not read.
     `stored_scales`: float32, those of all matrices one after the other. `block`: how many rows and columns of a matrix
     share one, all for 0; columns in whole groups of the slots. Slots of 4 bits are those that `pack_int4_` or
     `pack_fp4_` fills, and files then have `four_bits`.

@@ -234,8 +234,8 @@ def test_what_cannot_be_streamed_is_refused(change: Callable[[Tensors], None], m
 @pytest.mark.parametrize(
     ("form", "is_streamable"),
     [
-        *((form, True) for form in (*FORMS, "fp8-blocks", "fp8-rows", "fp8-whole", "mxfp4")),
-        *((form, False) for form in ("gptq-4-reordered", "gptq-8-v2", "packed-8-rows", "int8-rows")),
+        *((form, True) for form in (*FORMS, "fp8-blocks", "fp8-rows", "fp8-whole", "mxfp4", "int8-rows")),
+        *((form, False) for form in ("gptq-4-reordered", "gptq-8-v2")),
     ],
 )
 def test_a_config_says_whether_experts_can_be_streamed(form: str, is_streamable: bool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Experts that lie in their files as fp8 are streamed as such, with the numbers that a load of them all has."""
+"""Experts that lie in their files as bytes are streamed as such, with the numbers that a load of them all has."""
 
 from __future__ import annotations
 
@@ -28,15 +28,21 @@ NO_NUMBER = 0x7F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """How the numbers of a checkpoint share scales: `block` is (1, 0) for rows, (0, 0) for whole matrices."""
+    """How the numbers of a checkpoint share scales: `block` is (1, 0) for rows, (0, 0) for whole matrices.
+
+    `int8`: whether they are integers, not floats.
+    """
 
     block: tuple[int, int]
     hidden: int = 256
     inter: int = 128
     end: str = "_inv"
+    int8: bool = False
 
     @property
     def form(self) -> QuantisedForm:
+        if self.int8:
+            return QuantisedForm(method="compressed-tensors", integers=((8, None),), symmetric=True)
         block = self.block if self.block[1] else None
         return QuantisedForm(method="fp8", block=block, has_e4m3=True)
 
@@ -56,7 +62,9 @@ class Kind:
                 codes = torch.randint(0, NO_NUMBER, shape, generator=draw)
                 codes += 128 * torch.randint(0, 2, shape, generator=draw)
                 begin = f"{MODULE}.{expert}.{name}.weight"
-                made[begin] = codes.to(torch.uint8).view(torch.float8_e4m3fn)
+                if self.int8:
+                    codes = torch.randint(0, 256, shape, generator=draw)
+                made[begin] = codes.to(torch.uint8).view(torch.int8 if self.int8 else torch.float8_e4m3fn)
                 scales = torch.rand(self.scale_shape(*shape), generator=draw) / 1000 + 1e-6
                 made[f"{begin}_scale{self.end}"] = scales
         return made
@@ -77,6 +85,9 @@ KINDS = {
     "rows": Kind(block=(1, 0), end=""),
     "rows in groups of 32": Kind(block=(1, 0), hidden=96, inter=64, end=""),
     "whole": Kind(block=(0, 0), end=""),
+    "rows of int8": Kind(block=(1, 0), end="", int8=True),
+    "rows of int8 in groups of 32": Kind(block=(1, 0), hidden=96, inter=64, end="", int8=True),
+    "whole of int8": Kind(block=(0, 0), end="", int8=True),
 }
 
 
@@ -110,6 +121,7 @@ def test_slots_have_the_numbers_of_a_checkpoint_that_is_loaded_whole(kind: Kind,
     assert slots.slot_bytes == form.bits.num_bytes(3 * kind.hidden * kind.inter)
     gate_up = form.unpack(native_kernels(), slots.w13.view(2 * EXPERTS, kind.inter, -1), kind.hidden)
     down = form.unpack(native_kernels(), slots.w2, kind.inter)
+    assert form.bits.is_int8 == kind.int8
     for expert in range(EXPERTS):
         gate, up = gate_up[2 * expert : 2 * expert + 2]
         for name, found in {"gate": gate, "up": up, "down": down[expert]}.items():
@@ -122,7 +134,8 @@ def test_groups_are_as_large_as_scales_and_sizes_allow(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         groups[name] = grouped(kind.found(folder)).bits.group
-    assert groups == {**dict.fromkeys(KINDS, 32), "blocks": 128, "rows": 128, "whole": 128}
+    by_128 = ("blocks", "rows", "whole", "rows of int8", "whole of int8")
+    assert groups == {**dict.fromkeys(KINDS, 32), **dict.fromkeys(by_128, 128)}
 
 
 def test_a_code_that_is_no_number_is_an_error_that_names_the_file(tmp_path: Path) -> None:
@@ -163,8 +176,8 @@ def scale_rows(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (remove_scales, r"2\.up_proj\.weight is fp8 and has 0 tensors of scales; .*--weights resident"),
-        (add_scales, r"2\.up_proj\.weight is fp8 and has 2 tensors of scales"),
+        (remove_scales, r"2\.up_proj\.weight is of 8 bits and has 0 tensors of scales; .*--weights resident"),
+        (add_scales, r"2\.up_proj\.weight is of 8 bits and has 2 tensors of scales"),
         (spoil_scale, r"1\.down_proj\.weight_scale_inv has a scale of nan, .* take 0 and 7\.88861e-31 to 128"),
         (enlarge_scale, r"0\.gate_proj\.weight_scale_inv has a scale of 200"),
         (scale_rows, r"scales for blocks of \[\(1, 0\), \(128, 128\)\]; streamed weights are all alike"),
