@@ -68,8 +68,8 @@ def find_experts(
     `stacked`: whether the model's checkpoints have all experts of a layer in one tensor (checkpoint/expert_layout).
     `form`: how the checkpoint is quantised.
 
-    Raises ConfigError if one is missing, has another shape than the others, or is neither bf16 nor float32, nor fp8 of
-    a quantised checkpoint.
+    Raises ConfigError if one is missing, has another shape than the others, or is neither bf16 nor float32, nor of a
+    form in which quantised weights are streamed (core/quantised_form).
     """
     headers: dict[str, StoredTensor] = {}
     for file in files:

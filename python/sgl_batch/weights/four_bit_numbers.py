@@ -94,8 +94,8 @@ def _stored(matrix: QuantisedMatrix, form: QuantisedForm, *, whole: bool) -> Fou
     if matrix.kind is Kind.MXFP4:
         return FourBitNumbers(layout=_MXFP4, group=MXFP4_BLOCK, bf16_scales=False, has_zeros=False)
     layout = _LAYOUTS.get(matrix.kind)
-    packed_zeros = zeros is None or zeros.dtype == "I32"
-    if layout is None or matrix.bits not in (0, _BITS) or scales.dtype not in _SCALES or not packed_zeros:
+    packed_zeros = zeros is None or (zeros.dtype == "I32" and zeros.shape != scales.shape)
+    if layout is None or matrix.bits != _BITS or scales.dtype not in _SCALES or not packed_zeros:
         raise ConfigError(
             f"{matrix.name} is stored as {matrix.kind} of {matrix.bits} bits with scales of {scales.dtype}; streamed "
             "integers have 4 bits, scales of F16 or BF16 and zero points in words: use --weights resident"

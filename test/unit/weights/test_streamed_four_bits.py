@@ -219,17 +219,25 @@ def leave_as_floats(tensors: Tensors) -> None:
     tensors[f"{MODULE}.1.up_proj.weight"] = torch.zeros(INTER, HIDDEN, dtype=torch.bfloat16)
 
 
+def unpack_zero_points(tensors: Tensors) -> None:
+    shape = tensors[f"{MODULE}.0.down_proj.weight_scale"].shape
+    tensors[f"{MODULE}.0.down_proj.weight_zero_point"] = torch.zeros(shape, dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("form", "change", "message"),
     [
-        (reorder, r"2\.gate_proj\.g_idx puts inputs in another order"),
-        (widen_scales, r"2\.gate_proj\.weight is stored as gptq of 4 bits with scales of F32; streamed integers have"),
-        (leave_as_floats, r"1\.up_proj\.weight is not quantised, as others are; .* all alike: use --weights resident"),
+        ("gptq-4", reorder, r"2\.gate_proj\.g_idx puts inputs in another order"),
+        ("gptq-4", widen_scales, r"2\.gate_proj\.weight is stored as gptq of 4 bits with scales of F32"),
+        ("gptq-4", leave_as_floats, r"1\.up_proj\.weight is not quantised, as others are; .*--weights resident"),
+        ("packed-4-zeros", unpack_zero_points, r"0\.down_proj\.weight is .* integers have .* zero points in words"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_streamed_is_refused(
+    form: str, change: Callable[[Tensors], None], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        found(checkpoint(tmp_path, "gptq-4", change=change))
+        found(checkpoint(tmp_path, form, change=change))
 
 
 @pytest.mark.parametrize(
