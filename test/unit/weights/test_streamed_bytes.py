@@ -9,20 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from streamed_slots import MODULE, empty_slots, filled, grouped, hold, loaded_whole, numbers_of
 
 from sgl_batch.checkpoint.files import read_header
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError, EngineError
-from sgl_batch.kernel_loader import native_kernels
-from sgl_batch.layers.small_weights import GroupedForm
-from sgl_batch.weights.dequantised import Dequantised
 from sgl_batch.weights.expert_checkpoint import ExpertLocations, find_experts
-from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
+from sgl_batch.weights.expert_slots import ExpertSlots
 from sgl_batch.weights.stored_scales import StoredScales, read_scales
-from sgl_batch.weights.streamed_weights import _grouped_form, _slot_tensors
 
 EXPERTS = 3
-MODULE = "model.layers.0.mlp.experts"
 NO_NUMBER = 0x7F
 
 
@@ -91,41 +87,13 @@ KINDS = {
 }
 
 
-def grouped(locations: ExpertLocations) -> GroupedForm:
-    form = _grouped_form(locations)
-    assert form is not None
-    return form
-
-
-def filled(locations: ExpertLocations, *, direct: bool = True) -> SlotTensors:
-    """Read all experts, the last one into the first slot."""
-    tensors = _slot_tensors(locations, EXPERTS, int8=False)
-    slots = ExpertSlots(locations, tensors, num_threads=2, direct=direct)
-    slots.ask(0, range(EXPERTS), urgent=True)
-    slots.wait(0, range(EXPERTS))
-    where = slots.table.slot_of[0].tolist()
-    assert slots.totals().bytes == EXPERTS * locations.expert_bytes
-    slots.close()
-    return SlotTensors(w13=tensors.w13[where], w2=tensors.w2[where])
-
-
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
 def test_slots_have_the_numbers_of_a_checkpoint_that_is_loaded_whole(kind: Kind, direct: bool, tmp_path: Path) -> None:
     locations = kind.found(tmp_path)
-    file = tmp_path / "model.safetensors"
-    whole = {
-        name: one.clone() for name, one in Dequantised(kind.form, torch.bfloat16)([str(file)], load_file(file).items())
-    }
-    form, slots = grouped(locations), filled(locations, direct=direct)
-    assert slots.slot_bytes == form.bits.num_bytes(3 * kind.hidden * kind.inter)
-    gate_up = form.unpack(native_kernels(), slots.w13.view(2 * EXPERTS, kind.inter, -1), kind.hidden)
-    down = form.unpack(native_kernels(), slots.w2, kind.inter)
-    assert form.bits.is_int8 == kind.int8
-    for expert in range(EXPERTS):
-        gate, up = gate_up[2 * expert : 2 * expert + 2]
-        for name, found in {"gate": gate, "up": up, "down": down[expert]}.items():
-            assert torch.equal(found, whole[f"{MODULE}.{expert}.{name}_proj.weight"])
+    assert grouped(locations).bits.is_int8 == kind.int8
+    whole = loaded_whole(tmp_path / "model.safetensors", kind.form)
+    assert hold(locations, filled(locations, direct=direct), whole)
 
 
 def test_groups_are_as_large_as_scales_and_sizes_allow(tmp_path: Path) -> None:
@@ -143,7 +111,7 @@ def test_a_code_that_is_no_number_is_an_error_that_names_the_file(tmp_path: Path
         tensors[f"{MODULE}.1.up_proj.weight"].view(torch.uint8)[100, 3] = NO_NUMBER
 
     locations = KINDS["blocks"].found(tmp_path, spoil)
-    slots = ExpertSlots(locations, _slot_tensors(locations, EXPERTS, int8=False), num_threads=1)
+    slots = ExpertSlots(locations, empty_slots(locations), num_threads=1)
     slots.ask(0, range(EXPERTS), urgent=True)
     slots.wait(0, [0, 2])
     with pytest.raises(
@@ -195,8 +163,7 @@ def test_scales_of_zero_give_zeros(tmp_path: Path) -> None:
         tensors[f"{MODULE}.0.down_proj.weight_scale_inv"].zero_()
 
     locations = KINDS["blocks"].found(tmp_path, clear)
-    form, slots = grouped(locations), filled(locations)
-    assert form.unpack(native_kernels(), slots.w2[:1], 128).count_nonzero() == 0
+    assert numbers_of(locations, filled(locations))[0][2].count_nonzero() == 0
 
 
 def test_sizes_that_are_no_multiples_of_32_are_refused(tmp_path: Path) -> None:

@@ -10,21 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from streamed_slots import MODULE, empty_slots, filled, grouped, hold, loaded_whole, numbers_of
 
 from sgl_batch.checkpoint.model_directory import form_of_weights
+from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError, EngineError
-from sgl_batch.kernel_loader import native_kernels
-from sgl_batch.layers.small_weights import GroupedForm
-from sgl_batch.weights.dequantised import Dequantised
 from sgl_batch.weights.expert_checkpoint import ExpertLocations, find_experts
-from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
-from sgl_batch.weights.streamed_weights import _grouped_form, _slot_tensors
+from sgl_batch.weights.expert_slots import ExpertSlots
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 from tiny_models.quantised import quantise
 
 EXPERTS, HIDDEN, INTER = 3, 256, 128
-MODULE = "model.layers.0.mlp.experts"
 FORMS = ["gptq-4", "gptq-4-128", "awq", "packed-4", "packed-4-zeros", "packed-4-rows"]
 Tensors = dict[str, torch.Tensor]
 
@@ -54,28 +51,14 @@ def checkpoint(
     return path
 
 
-def found(path: Path) -> ExpertLocations:
+def form_of(path: Path) -> QuantisedForm:
     form = form_of_weights(str(path))
-    assert form is not None
-    return find_experts([str(path / "model.safetensors")], [MODULE], range(EXPERTS), form=form)
-
-
-def grouped(locations: ExpertLocations) -> GroupedForm:
-    form = _grouped_form(locations)
     assert form is not None
     return form
 
 
-def filled(locations: ExpertLocations, *, direct: bool) -> SlotTensors:
-    """Read all experts; return them in their order."""
-    tensors = _slot_tensors(locations, EXPERTS, int8=False)
-    slots = ExpertSlots(locations, tensors, num_threads=2, direct=direct)
-    slots.ask(0, range(EXPERTS), urgent=True)
-    slots.wait(0, range(EXPERTS))
-    where = slots.table.slot_of[0].tolist()
-    assert slots.totals().bytes == EXPERTS * locations.expert_bytes
-    slots.close()
-    return SlotTensors(w13=tensors.w13[where], w2=tensors.w2[where])
+def found(path: Path) -> ExpertLocations:
+    return find_experts([str(path / "model.safetensors")], [MODULE], range(EXPERTS), form=form_of(path))
 
 
 @pytest.mark.parametrize(
@@ -88,20 +71,8 @@ def test_slots_have_the_numbers_of_a_checkpoint_that_is_loaded_whole(
     if form == "gptq-4-128" and hidden % 128:
         hidden, inter = 384, 256
     path = checkpoint(tmp_path, form, hidden=hidden, inter=inter)
-    stored, file = form_of_weights(str(path)), path / "model.safetensors"
-    assert stored is not None
-    whole = {
-        name: one.clone() for name, one in Dequantised(stored, torch.bfloat16)([str(file)], load_file(file).items())
-    }
-    locations = found(path)
-    kept, slots = grouped(locations), filled(locations, direct=direct)
-    assert slots.slot_bytes == kept.bits.num_bytes(3 * hidden * inter)
-    gate_up = kept.unpack(native_kernels(), slots.w13.view(2 * EXPERTS, inter, -1), hidden)
-    down = kept.unpack(native_kernels(), slots.w2, inter)
-    for expert in range(EXPERTS):
-        gate, up = gate_up[2 * expert : 2 * expert + 2]
-        for name, one in {"gate": gate, "up": up, "down": down[expert]}.items():
-            assert torch.equal(one, whole[f"{MODULE}.{expert}.{name}_proj.weight"])
+    locations, whole = found(path), loaded_whole(path / "model.safetensors", form_of(path))
+    assert hold(locations, filled(locations, direct=direct), whole)
 
 
 def stacked(folder: Path, *, hidden: int, inter: int, change: Callable[[Tensors], None] | None = None) -> Path:
@@ -130,27 +101,15 @@ def clear_block(tensors: Tensors) -> None:
 @pytest.mark.parametrize(("hidden", "inter"), [(256, 128), (96, 160), (4096, 1024)])
 def test_slots_have_the_numbers_of_mxfp4(hidden: int, inter: int, own: range, tmp_path: Path) -> None:
     path = stacked(tmp_path, hidden=hidden, inter=inter, change=clear_block)
-    stored, file = form_of_weights(str(path)), path / "model.safetensors"
-    assert stored is not None
-    whole = {
-        name: one.clone() for name, one in Dequantised(stored, torch.bfloat16)([str(file)], load_file(file).items())
-    }
-    locations = find_experts([str(file)], [MODULE], own, stacked=True, form=stored)
-    tensors = _slot_tensors(locations, len(own), int8=False)
-    slots = ExpertSlots(locations, tensors, num_threads=2)
-    slots.ask(0, range(len(own)), urgent=True)
-    slots.wait(0, range(len(own)))
-    assert slots.totals().bytes == len(own) * locations.expert_bytes == len(own) * 3 * hidden * inter // 32 * 17
-    slots.close()
-    kept = grouped(locations)
-    gate_up = kept.unpack(native_kernels(), tensors.w13.view(2 * len(own), inter, -1), hidden)
-    down = kept.unpack(native_kernels(), tensors.w2, inter)
-    for index, expert in enumerate(own):
-        slot = int(slots.table.slot_of[0, index])
+    file = path / "model.safetensors"
+    whole = loaded_whole(file, form_of(path))
+    locations = find_experts([str(file)], [MODULE], own, stacked=True, form=form_of(path))
+    assert locations.expert_bytes == 3 * hidden * inter // 32 * 17
+    for expert, (gate, up, down) in zip(own, numbers_of(locations, filled(locations)), strict=True):
         rows = whole[f"{MODULE}.gate_up_proj"][expert].t()
-        assert torch.equal(gate_up[2 * slot], rows[::2])
-        assert torch.equal(gate_up[2 * slot + 1], rows[1::2])
-        assert torch.equal(down[slot], whole[f"{MODULE}.down_proj"][expert].t())
+        assert torch.equal(gate, rows[::2])
+        assert torch.equal(up, rows[1::2])
+        assert torch.equal(down, whole[f"{MODULE}.down_proj"][expert].t())
 
 
 def test_powers_that_bfloat16_has_not_are_an_error_that_names_the_file(tmp_path: Path) -> None:
@@ -158,9 +117,9 @@ def test_powers_that_bfloat16_has_not_are_an_error_that_names_the_file(tmp_path:
         tensors[f"{MODULE}.down_proj_scales"][0, 5, 2] = 254
 
     path = stacked(tmp_path, hidden=HIDDEN, inter=INTER, change=spoil)
-    stored = form_of_weights(str(path))
-    locations = find_experts([str(path / "model.safetensors")], [MODULE], range(EXPERTS), stacked=True, form=stored)
-    slots = ExpertSlots(locations, _slot_tensors(locations, EXPERTS, int8=False), num_threads=1)
+    file = str(path / "model.safetensors")
+    locations = find_experts([file], [MODULE], range(EXPERTS), stacked=True, form=form_of(path))
+    slots = ExpertSlots(locations, empty_slots(locations), num_threads=1)
     slots.ask(0, range(EXPERTS), urgent=True)
     slots.wait(0, [1, 2])
     with pytest.raises(
@@ -197,7 +156,7 @@ def test_what_no_slot_holds_is_an_error_that_names_the_file(
     change: Callable[[Tensors], None], message: str, tmp_path: Path
 ) -> None:
     locations = found(checkpoint(tmp_path, "gptq-4", change=change))
-    slots = ExpertSlots(locations, _slot_tensors(locations, EXPERTS, int8=False), num_threads=1)
+    slots = ExpertSlots(locations, empty_slots(locations), num_threads=1)
     slots.ask(0, range(EXPERTS), urgent=True)
     slots.wait(0, [0, 2])
     with pytest.raises(EngineError, match=message):
@@ -251,6 +210,4 @@ def test_a_config_says_whether_experts_can_be_streamed(form: str, is_streamable:
     from tiny_models.quantised import FORMS as ALL
 
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": ALL[form][0]}))
-    stored = form_of_weights(str(tmp_path))
-    assert stored is not None
-    assert stored.is_streamable == is_streamable
+    assert form_of(tmp_path).is_streamable == is_streamable

@@ -1,0 +1,67 @@
+"""Slots of quantised experts that are filled from their files, beside the numbers of a load of the whole checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from sgl_batch.core.quantised_form import QuantisedForm
+from sgl_batch.kernel_loader import native_kernels
+from sgl_batch.layers.small_weights import GroupedForm
+from sgl_batch.weights.dequantised import Dequantised
+from sgl_batch.weights.expert_checkpoint import ExpertLocations
+from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
+from sgl_batch.weights.streamed_weights import _grouped_form, _slot_tensors
+
+MODULE = "model.layers.0.mlp.experts"
+
+
+def grouped(locations: ExpertLocations) -> GroupedForm:
+    form = _grouped_form(locations)
+    assert form is not None
+    return form
+
+
+def empty_slots(locations: ExpertLocations) -> SlotTensors:
+    """Return a slot for each expert."""
+    return _slot_tensors(locations, locations.file_offsets.shape[1], int8=False)
+
+
+def filled(locations: ExpertLocations, *, direct: bool = True) -> SlotTensors:
+    """Read all experts of a layer; return them in their order."""
+    tensors, experts = empty_slots(locations), range(locations.file_offsets.shape[1])
+    slots = ExpertSlots(locations, tensors, num_threads=2, direct=direct)
+    slots.ask(0, experts, urgent=True)
+    slots.wait(0, experts)
+    where = slots.table.slot_of[0].tolist()
+    assert slots.totals().bytes == len(experts) * locations.expert_bytes
+    slots.close()
+    return SlotTensors(w13=tensors.w13[where], w2=tensors.w2[where])
+
+
+def loaded_whole(file: Path, form: QuantisedForm) -> dict[str, torch.Tensor]:
+    """Return all numbers of a file, as a load has them. Each tensor's memory is used again, unless it is kept."""
+    return {name: one.clone() for name, one in Dequantised(form, torch.bfloat16)([str(file)], load_file(file).items())}
+
+
+def numbers_of(locations: ExpertLocations, slots: SlotTensors) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return the gate, up and down matrices of each expert in slots."""
+    form, experts = grouped(locations), len(slots.w2)
+    assert slots.slot_bytes == form.bits.num_bytes(3 * locations.hidden * locations.inter)
+    kernels = native_kernels()
+    assert kernels is not None
+    gate_up = form.unpack(kernels, slots.w13.view(2 * experts, locations.inter, -1), locations.hidden)
+    down = form.unpack(kernels, slots.w2, locations.inter)
+    return [(gate_up[2 * one], gate_up[2 * one + 1], down[one]) for one in range(experts)]
+
+
+def hold(locations: ExpertLocations, slots: SlotTensors, whole: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether slots hold the matrices of their experts, each of which is a tensor of its own."""
+    return all(
+        torch.equal(found, whole[f"{MODULE}.{expert}.{name}_proj.weight"])
+        for expert, matrices in enumerate(numbers_of(locations, slots))
+        for name, found in zip(("gate", "up", "down"), matrices, strict=True)
+    )
