@@ -78,12 +78,19 @@ LAYOUTS = (
 _NAMES = {name for layout in LAYOUTS for name in (layout.gate, layout.up, layout.down)}
 _ONE = "|".join(re.escape(name).replace(re.escape("{expert}"), r"\d+") for name in sorted(_NAMES))
 _EXPERT = re.compile(rf"\.experts\.(?:{_ONE})$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
 def is_expert_weight(name: str) -> bool:
     """Return whether a tensor of a checkpoint has matrices of routed experts. Their biases are other tensors."""
     return _EXPERT.search(name) is not None
+
+
+def layer_number(name: str) -> int | None:
+    """Return the number of the layer in the name of a tensor or of a parameter; None where it names none."""
+    found = _LAYER.search(name)
+    return None if found is None else int(found[1])
 
 
 def expert_number(name: str) -> int | None:

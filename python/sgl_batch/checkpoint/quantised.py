@@ -130,6 +130,15 @@ class QuantisedMatrix:
     def inputs(self) -> int:
         return self.shape[1]
 
+    @property
+    def scales(self) -> StoredTensor:
+        return next(part for end, part in self.parts.items() if "scale" in end)
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of an output's inputs share a scale, of packed integers."""
+        return self.scales.shape[1 if self.kind is Kind.PACKED else 0]
+
     def grouped(self, form: QuantisedForm) -> GroupedBits | None:
         """Return the form of 4 or 8 bits in which its numbers can stay in memory; None if there is none.
 
@@ -153,12 +162,11 @@ class QuantisedMatrix:
         """Return how many neighbouring inputs share a scale, `block` where scales are of blocks; 1 if it varies."""
         if self.kind is Kind.MXFP4:
             return MXFP4_BLOCK
-        scales = next(part.shape for end, part in self.parts.items() if "scale" in end)
         if self.kind is Kind.SCALED:
+            scales = self.scales.shape
             has_columns = len(scales) == 2 and scales[1] > 1
             return block[1] if block is not None and has_columns else self.inputs
-        groups = scales[1 if self.kind is Kind.PACKED else 0]
-        return self.inputs // groups if self.inputs % groups == 0 else 1
+        return self.inputs // self.num_groups if self.inputs % self.num_groups == 0 else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from sgl_batch.checkpoint.files import StoredTensor
 from sgl_batch.checkpoint.quantised import MXFP4_BLOCK, Kind, QuantisedMatrix, QuantisedTensors
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError
+from sgl_batch.weights.small_tensors import read_small_tensors
 
 _BITS = 4
 # The names of the loader's layouts (sgl_batch_kernel/expert_loader).
@@ -68,7 +68,7 @@ def find_four_bits(
             f"{floats[0]} is not quantised, as others are; streamed weights are all alike: use --weights resident"
         )
     matrices = [quantised.matrices[name] for name, _ in names]
-    whole = all(one.kind is not Kind.MXFP4 and _num_groups(one) == 1 for one in matrices)
+    whole = all(one.kind is not Kind.MXFP4 and one.num_groups == 1 for one in matrices)
     kinds = {_stored(one, quantised.form, whole=whole) for one in matrices}
     if len(kinds) > 1:
         raise ConfigError(
@@ -78,8 +78,7 @@ def find_four_bits(
     _check_order(matrices)
     places = []
     for one, (_, expert) in zip(matrices, names, strict=True):
-        scales = one.parts[_end_of_scales(one)]
-        parts = next(iter(one.parts.values())), scales, _part(one, _ZEROS) or scales
+        parts = next(iter(one.parts.values())), one.scales, _part(one, _ZEROS) or one.scales
         experts, own = (one.shape[0], expert) if one.kind is Kind.MXFP4 else (1, 0)
         begins = [part.begin + part.num_bytes // experts * own for part in parts]
         places.append(
@@ -90,7 +89,7 @@ def find_four_bits(
 
 def _stored(matrix: QuantisedMatrix, form: QuantisedForm, *, whole: bool) -> FourBitNumbers:
     """Return how a matrix is stored. `whole`: all matrices have one group for all inputs of an output."""
-    scales, zeros = matrix.parts[_end_of_scales(matrix)], _part(matrix, _ZEROS)
+    scales, zeros = matrix.scales, _part(matrix, _ZEROS)
     if matrix.kind is Kind.MXFP4:
         return FourBitNumbers(layout=_MXFP4, group=MXFP4_BLOCK, bf16_scales=False, has_zeros=False)
     layout = _LAYOUTS.get(matrix.kind)
@@ -102,19 +101,11 @@ def _stored(matrix: QuantisedMatrix, form: QuantisedForm, *, whole: bool) -> Fou
         )
     return FourBitNumbers(
         layout=layout,
-        group=0 if whole else matrix.inputs // _num_groups(matrix),
+        group=0 if whole else matrix.inputs // matrix.num_groups,
         bf16_scales=_SCALES[scales.dtype],
         has_zeros=zeros is not None,
         zero_lack=form.zero_lack,
     )
-
-
-def _num_groups(matrix: QuantisedMatrix) -> int:
-    return matrix.parts[_end_of_scales(matrix)].shape[1 if matrix.kind is Kind.PACKED else 0]
-
-
-def _end_of_scales(matrix: QuantisedMatrix) -> str:
-    return next(end for end in matrix.parts if "scale" in end)
 
 
 def _part(matrix: QuantisedMatrix, ends: Sequence[str]) -> StoredTensor | None:
@@ -123,17 +114,10 @@ def _part(matrix: QuantisedMatrix, ends: Sequence[str]) -> StoredTensor | None:
 
 def _check_order(matrices: Sequence[QuantisedMatrix]) -> None:
     """Raise ConfigError where inputs of a group are not neighbours."""
-    ordered: dict[Path, list[tuple[str, QuantisedMatrix]]] = {}
-    for one in matrices:
-        for end in _ORDERS:
-            if end in one.parts:
-                ordered.setdefault(one.parts[end].file, []).append((one.begin + end, one))
-    for file, own in ordered.items():
-        with safe_open(str(file), framework="pt") as opened:
-            for name, one in own:
-                plain = torch.arange(one.inputs) // (one.inputs // _num_groups(one))
-                if not torch.equal(opened.get_tensor(name).long(), plain):
-                    raise ConfigError(
-                        f"{name} puts inputs in another order, which streamed weights do not have: use --weights "
-                        "resident"
-                    )
+    ordered = {one.begin + end: (one, one.parts[end]) for one in matrices for end in _ORDERS if end in one.parts}
+    for name, order in read_small_tensors({name: part for name, (_, part) in ordered.items()}):
+        matrix, _ = ordered[name]
+        if not torch.equal(order.long(), torch.arange(matrix.inputs) // (matrix.inputs // matrix.num_groups)):
+            raise ConfigError(
+                f"{name} puts inputs in another order, which streamed weights do not have: use --weights resident"
+            )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from math import prod
 
-from sgl_batch.checkpoint.expert_layout import expert_number
+from sgl_batch.checkpoint.expert_layout import expert_number, layer_number
 
 # Smaller ones are each rank's own: they take little, and some are computed and not loaded.
 _LEAST_NUMBERS = 1 << 12
@@ -15,7 +15,6 @@ _COPIED = ".kv_b_proj."
 # In the names of matrices that SGLang joins before it copies them, and of what it joins them to: of any size, so that
 # one rank has both.
 _JOINED = re.compile(r"\.(?:q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj_with_mqa)\.")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def is_equal_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -62,6 +61,7 @@ class LoadShare:
 
         Embeddings of inputs and of outputs fall to different ranks.
         """
-        layer = _LAYER.search(name)
-        number = int(layer[1]) if layer else (0 if "embed" in name else -1)
-        return number % self._num_sharers
+        layer = layer_number(name)
+        if layer is None:
+            layer = 0 if "embed" in name else -1
+        return layer % self._num_sharers

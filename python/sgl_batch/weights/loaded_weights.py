@@ -16,6 +16,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from sgl_batch.checkpoint.expert_layout import layer_number
 from sgl_batch.checkpoint.files import few
 from sgl_batch.checkpoint.quantised import is_kept_as_floats
 from sgl_batch.errors import ConfigError
@@ -39,7 +40,6 @@ _SCALE = re.compile(r"scales?(_inv)?$")
 _COMPUTED = re.compile(r"\.attn(_m[qh]a)?\.[kv]_scale$")
 # Tables in older checkpoints that every library computes.
 _KNOWN_UNUSED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$|\.masked_bias$")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # How often a layer is looked at that is not loaded whole when the tensors of another one come.
 _MOST_LOOKS = 3
 # Of memory that a thread takes from the kernel at a time.
@@ -108,17 +108,11 @@ class LoadedWeights:
 
     def _may_stay_unused(self, name: str) -> bool:
         """Whether the model needs no such tensor. Layers beyond its own predict further tokens in a separate model."""
-        layer = _layer_of(name)
+        layer = layer_number(name)
         beyond = layer is not None and layer >= self._num_layers
         tied = self._is_tied and name.endswith("lm_head.weight")
         further = beyond or tied or name.startswith("mtp.")
         return further or _KNOWN_UNUSED.search(name) is not None or self._is_elsewhere(name)
-
-
-def _layer_of(name: str) -> int | None:
-    """Return the number of the layer in a tensor's or parameter's name; None where it names none."""
-    found = _LAYER.search(name)
-    return None if found is None else int(found[1])
 
 
 def _take_memory(parameters: Sequence[Tensor]) -> None:
@@ -159,14 +153,14 @@ class _Marks:
         self._waiting: dict[int | None, list[tuple[str, nn.Parameter]]] = {}
         self._left_over = left_over
         for name, parameter in parameters.items():
-            self._waiting.setdefault(_layer_of(name) if name in by_layer else None, []).append((name, parameter))
+            self._waiting.setdefault(layer_number(name) if name in by_layer else None, []).append((name, parameter))
         self._set(None)
 
     def before(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights`, the parameters of whose layers are marked by then."""
         for name, weight in weights:
             if self._waiting:
-                layer = _layer_of(name)
+                layer = layer_number(name)
                 if layer is not None:
                     self._set(layer)
                 elif _NUMBERED.search(name):  # of whichever layer
@@ -223,7 +217,7 @@ class _EarlyAdoption:
         self._model, self._adopt, self._unread, self._left_over = model, adopt, unread, left_over
         self._layers: dict[int, dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
-            layer = None if adopt is None else _layer_of(name)
+            layer = None if adopt is None else layer_number(name)
             if layer is not None:
                 self._layers.setdefault(layer, {})[name] = parameter
         self._looks = dict.fromkeys(self._layers, 0)
@@ -243,7 +237,7 @@ class _EarlyAdoption:
         """Yield `weights`. Before the first tensor of another layer, look at the one whose tensors came until then."""
         coming: int | None = None
         for name, weight in weights:
-            layer = _layer_of(name)
+            layer = layer_number(name)
             if coming is not None and layer != coming:
                 self._look_at(coming)
             coming = layer

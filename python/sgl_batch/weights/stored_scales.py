@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from sgl_batch.checkpoint.files import StoredTensor
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError
+from sgl_batch.weights.small_tensors import read_small_tensors
 
 _ENDS = (".weight_scale_inv", ".weight_scale")
 # A scale's numbers are normal floats, and it is in the kernels' words (sgl-kernel/csrc/cpu/fp8.h).
@@ -53,16 +52,8 @@ def read_scales(tensors: Mapping[str, StoredTensor], names: Sequence[str], form:
         )
     sizes = torch.tensor([prod(tensors[scale].shape) for scale in scales])
     firsts = sizes.cumsum(0) - sizes
-    values = torch.empty(int(sizes.sum()))
-    by_file: dict[Path, list[int]] = {}
-    for index, scale in enumerate(scales):
-        by_file.setdefault(tensors[scale].file, []).append(index)
-    for file, indices in by_file.items():
-        with safe_open(str(file), framework="pt") as opened:
-            for index in indices:
-                values[firsts[index] : firsts[index] + sizes[index]] = (
-                    opened.get_tensor(scales[index]).flatten().float()
-                )
+    read = dict(read_small_tensors({scale: tensors[scale] for scale in scales}))
+    values = torch.cat([read[scale].flatten().float() for scale in scales])
     in_words = (values == 0) | ((values >= _LEAST) & (values <= _LARGEST))
     if not bool(in_words.all()):
         wrong = int((~in_words).nonzero()[0])

@@ -60,7 +60,7 @@ void ExpertLoader::submit(const std::vector<int64_t>& slots, const std::vector<E
     throw std::invalid_argument(std::to_string(slots.size()) + " slots and " + std::to_string(places.size()) + " experts");
   for (const ExpertPlaces& expert : places)
     for (const MatrixPlace& matrix : expert)
-      for (const FilePlace& place : {FilePlace{matrix.file, matrix.offset}, matrix.scales, matrix.zeros})
+      for (const FilePlace& place : {matrix.numbers, matrix.scales, matrix.zeros})
         if (place.file < 0 || place.file >= static_cast<int64_t>(files_.size()) || place.offset < 0)
           throw std::invalid_argument("byte " + std::to_string(place.offset) + " of file " + std::to_string(place.file) + " of " +
                                       std::to_string(files_.size()));
@@ -85,7 +85,7 @@ void ExpertLoader::submit(const std::vector<int64_t>& slots, const std::vector<E
 
 // Whether all scales of an expert's matrices are among those stored.
 bool ExpertLoader::has_scales(const ExpertPlaces& places) const {
-  if (slots_.byte_group() == 0) return true;
+  if (byte_group(slots_.dtype) == 0) return true;
   for (size_t i = 0; i < places.size(); ++i) {
     const int64_t n = i == 2 ? slots_.hidden : slots_.inter, k = i == 2 ? slots_.inter : slots_.hidden;
     const BlockScales own = block_scales(slots_.stored_scales, 0, n, k);
@@ -148,42 +148,47 @@ const char* ExpertLoader::read(const FilePlace& place, int64_t skipped, int64_t 
   return plain;
 }
 
-void ExpertLoader::load_rows(const MatrixPlace& place, const Target& target, Thread& own) {
-  const int64_t row_bytes = slots_.stored_bytes(target.k);
-  const int64_t rows_at_once = std::max<int64_t>(1, kReadBytes / row_bytes / kPanel) * kPanel;
-  for (int64_t first = 0; first < target.n; first += rows_at_once) {
-    const int64_t rows = std::min(rows_at_once, target.n - first);
-    const char* plain = read({place.file, place.offset}, first * row_bytes, rows * row_bytes, own);
+template <typename Pack>
+void ExpertLoader::each_chunk(const FilePlace& place, int64_t rows, int64_t row_bytes, int64_t together, Thread& own, const Pack& pack) {
+  const int64_t at_once = std::max<int64_t>(1, kReadBytes / row_bytes / together) * together;
+  for (int64_t first = 0; first < rows; first += at_once) {
+    const int64_t count = std::min(at_once, rows - first);
+    const char* plain = read(place, first * row_bytes, count * row_bytes, own);
     const int64_t there = now_ns();
-    pack(plain, place, first, rows, target);
+    pack(plain, first, count);
     own.totals.pack_ns += now_ns() - there;
   }
+}
+
+void ExpertLoader::load_rows(const MatrixPlace& place, const Target& target, Thread& own) {
+  each_chunk(place.numbers, target.n, slots_.stored_bytes(target.k), kPanel, own,
+             [&](const char* plain, int64_t first, int64_t rows) { pack(plain, place, first, rows, target); });
 }
 
 // Packs rows from `first` on, which begin a panel.
 void ExpertLoader::pack(const char* plain, const MatrixPlace& place, int64_t first, int64_t rows, const Target& target) const {
   char* packed = target.to + packed_bytes(slots_.dtype, first * target.k);
-  if (slots_.byte_group() == 0) {
+  if (byte_group(slots_.dtype) == 0) {
     float* scales = target.scales == nullptr ? nullptr : target.scales + first;
     pack_rows(plain, slots_.stored, rows, target.k, packed, slots_.dtype, scales);
     return;
   }
   const BlockScales scales = block_scales(slots_.stored_scales, place.scale, target.n, target.k);
-  const int64_t group = slots_.byte_group();
+  const int64_t group = byte_group(slots_.dtype);
   for (int64_t row = 0; row < rows; row += kPanel) {
     const char* own = plain + row * target.k;
     char* panel = packed + packed_bytes(slots_.dtype, row * target.k);
     if (int8_group(slots_.dtype) != 0)
       pack_int8_codes(reinterpret_cast<const int8_t*>(own), scales, first + row, target.k, group, panel);
     else if (!pack_fp8_codes(reinterpret_cast<const uint8_t*>(own), scales, first + row, target.k, group, panel))
-      throw ReadFault(0, files_[place.file]->name() + ": a matrix at byte " + std::to_string(place.offset) +
+      throw ReadFault(0, files_[place.numbers.file]->name() + ": a matrix at byte " + std::to_string(place.numbers.offset) +
                              " has codes that are no numbers; quantise the model again, or fetch the file anew");
   }
 }
 
 void ExpertLoader::load_integers(const MatrixPlace& place, const Target& target, Thread& own) {
   const FourBitNumbers& stored = slots_.four_bits;
-  const int64_t n = target.n, k = target.k, row_bytes = stored.row_bytes(n, k), all = stored.rows(n, k);
+  const int64_t n = target.n, k = target.k;
   const int64_t scale_bytes = stored.scale_bytes(n, k), zero_bytes = stored.zero_bytes(n, k);
   const char* scales = read(place.scales, 0, scale_bytes, own);
   own.scales.assign(scales, scales + scale_bytes);
@@ -193,14 +198,10 @@ void ExpertLoader::load_integers(const MatrixPlace& place, const Target& target,
     throw ReadFault(0, files_[place.scales.file]->name() + ": a matrix whose scales are at byte " + std::to_string(place.scales.offset) +
                            " has " + wrong + "; fetch the file anew, or use --weights resident");
   own.totals.pack_ns += now_ns() - read_all;
-  const int64_t together = stored.rows_together(), rows_at_once = std::max<int64_t>(1, kReadBytes / row_bytes / together) * together;
-  for (int64_t first = 0; first < all; first += rows_at_once) {
-    const int64_t rows = std::min(rows_at_once, all - first);
-    const char* integers = read({place.file, place.offset}, first * row_bytes, rows * row_bytes, own);
-    const int64_t there = now_ns();
-    put_integers(stored, integers, first, rows, n, k, slots_.dtype, target.to);
-    own.totals.pack_ns += now_ns() - there;
-  }
+  each_chunk(place.numbers, stored.rows(n, k), stored.row_bytes(n, k), stored.rows_together(), own,
+             [&](const char* integers, int64_t first, int64_t rows) {
+               put_integers(stored, integers, first, rows, n, k, slots_.dtype, target.to);
+             });
 }
 
 // The targets have the same shape, and their rows alternate.
@@ -209,22 +210,17 @@ void ExpertLoader::load_mxfp4(const MatrixPlace& place, const Target* targets, i
   const char* powers = read(place.scales, 0, count * n * power_bytes, own);
   own.scales.assign(powers, powers + count * n * power_bytes);
   const auto* const all_powers = reinterpret_cast<const uint8_t*>(own.scales.data());
-  const int64_t rows_at_once = std::max<int64_t>(1, kReadBytes / (count * row_bytes) / kPanel) * kPanel;
-  for (int64_t first = 0; first < n; first += rows_at_once) {
-    const int64_t rows = std::min(rows_at_once, n - first);
-    const char* plain = read({place.file, place.offset}, first * count * row_bytes, rows * count * row_bytes, own);
-    const int64_t there = now_ns();
+  each_chunk(place.numbers, n, count * row_bytes, kPanel, own, [&](const char* plain, int64_t first, int64_t rows) {
     const auto* const numbers = reinterpret_cast<const uint8_t*>(plain);
     for (int64_t row = 0; row < rows; row += kPanel)
       for (int64_t i = 0; i < count; ++i) {
         const Rows own_numbers{numbers + (row * count + i) * row_bytes, count * row_bytes};
         const Rows own_powers{all_powers + ((first + row) * count + i) * power_bytes, count * power_bytes};
         if (!pack_mxfp4_rows(own_numbers, own_powers, k, targets[i].to + packed_bytes(slots_.dtype, (first + row) * k)))
-          throw ReadFault(0, files_[place.file]->name() + ": a matrix at byte " + std::to_string(place.offset) +
+          throw ReadFault(0, files_[place.numbers.file]->name() + ": a matrix at byte " + std::to_string(place.numbers.offset) +
                                  " has numbers that bfloat16 has not; fetch the file anew, or use --weights resident");
       }
-    own.totals.pack_ns += now_ns() - there;
-  }
+  });
 }
 
 // The targets have the same shape, and their columns alternate.
@@ -233,11 +229,7 @@ void ExpertLoader::load_columns(const MatrixPlace& place, const Target* targets,
   const auto item_bytes = static_cast<int64_t>(size_of(slots_.stored));
   const int64_t row_bytes = stride * item_bytes;
   const bool stage = slots_.dtype != slots_.stored;
-  const int64_t rows_at_once = std::max<int64_t>(1, kReadBytes / row_bytes / 2) * 2;
-  for (int64_t first = 0; first < k; first += rows_at_once) {
-    const int64_t rows = std::min(rows_at_once, k - first);
-    const char* plain = read({place.file, place.offset}, first * row_bytes, rows * row_bytes, own);
-    const int64_t there = now_ns();
+  each_chunk(place.numbers, k, row_bytes, 2, own, [&](const char* plain, int64_t first, int64_t rows) {
     for (int64_t i = 0; i < count; ++i) {
       const Columns columns{stride, i, count, n, k};
       if (stage)
@@ -245,8 +237,7 @@ void ExpertLoader::load_columns(const MatrixPlace& place, const Target* targets,
       else
         pack_columns(plain, slots_.stored, columns, first, rows, targets[i].to);
     }
-    own.totals.pack_ns += now_ns() - there;
-  }
+  });
   if (!stage) return;
   const int64_t there = now_ns();
   for (int64_t i = 0; i < count; ++i)

@@ -27,6 +27,9 @@ struct StoredScales {
   int64_t count = 0, rows = 0, columns = 0;
 };
 
+// How many numbers of an output have one scale, where they are bytes; 0 for other number types.
+constexpr int64_t byte_group(DType dtype) { return fp8_group(dtype) + int8_group(dtype); }
+
 // What the slots are made of: per slot a packed gate and up matrix [inter, hidden] each, one after the other in `w13`, and
 // a packed [hidden, inter] in `w2`. Slots of int8 have scales, as in ExpertsCall. Matrices in files are plain, of `stored`;
 // `transposed` ones have a row for each input, and columns of gate and up alternate in one matrix [hidden, 2 * inter]. Where
@@ -42,10 +45,8 @@ struct ExpertSlots {
   StoredScales stored_scales = {};
   FourBitNumbers four_bits = {};
 
-  // Of bytes that share scales.
-  int64_t byte_group() const { return fp8_group(dtype) + int8_group(dtype); }
   bool are_int4() const { return int4_group(dtype) != 0; }
-  int64_t stored_bytes(int64_t numbers) const { return byte_group() != 0 ? numbers : packed_bytes(stored, numbers); }
+  int64_t stored_bytes(int64_t numbers) const { return byte_group(dtype) != 0 ? numbers : packed_bytes(stored, numbers); }
 };
 
 struct FilePlace {
@@ -53,7 +54,8 @@ struct FilePlace {
 };
 // `scale`: of fp8 and int8, which of the stored scales is the matrix's first. `scales`, `zeros`: of four bits, where theirs lie.
 struct MatrixPlace {
-  int64_t file, offset, scale = 0;
+  FilePlace numbers;
+  int64_t scale = 0;
   FilePlace scales = {}, zeros = {};
 };
 using ExpertPlaces = std::array<MatrixPlace, 3>;  // gate, up, down; that of up is not read where matrices are transposed
@@ -115,6 +117,9 @@ class ExpertLoader {
   std::string fill(int64_t slot, const ExpertPlaces& places, Thread& own, int& error_number);
   void load(int64_t slot, const ExpertPlaces& places, Thread& own);
   const char* read(const FilePlace& place, int64_t skipped, int64_t bytes, Thread& own);
+  // Reads so many rows of a file, a multiple of `together` at a time but at their end, and calls pack(plain, first row, rows).
+  template <typename Pack>
+  void each_chunk(const FilePlace& place, int64_t rows, int64_t row_bytes, int64_t together, Thread& own, const Pack& pack);
   void load_rows(const MatrixPlace& place, const Target& target, Thread& own);
   void pack(const char* plain, const MatrixPlace& place, int64_t first, int64_t rows, const Target& target) const;
   bool has_scales(const ExpertPlaces& places) const;

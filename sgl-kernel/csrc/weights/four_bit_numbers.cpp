@@ -142,7 +142,8 @@ int64_t FourBitNumbers::rows_together() const {
   return layout == FourBitLayout::kRows ? kPanel : layout == FourBitLayout::kGptq ? 1 : kFourK;
 }
 
-const char* put_words(const FourBitNumbers& stored, const char* scales, const char* zeros, int64_t n, int64_t k, DType dtype, char* packed) {
+const char* put_words(const FourBitNumbers& stored, const char* scales, const char* zeros, int64_t n, int64_t k, DType dtype,
+                      char* packed) {
   const int64_t own_group = int4_group(dtype), groups = stored.groups(k), repeats = k / groups / own_group;
   const auto* const half = reinterpret_cast<const uint16_t*>(scales);
   const auto* const words = reinterpret_cast<const uint32_t*>(zeros);

@@ -16,8 +16,8 @@ enum class FourBitLayout {
   kMxfp4,  // a row for each output, of bytes of two neighbouring inputs that are no integers; those of gate and up alternate
 };
 
-// Integers. Scales lie as [n, groups] beside kRows, else as [groups, n]. Zero points have four bits, and lie as [n / 8, groups] or [groups,
-// n / 8] words.
+// Integers. Scales lie as [n, groups] beside kRows, else as [groups, n]. Zero points have four bits, and lie as [n / 8, groups] or
+// [groups, n / 8] words.
 struct FourBitNumbers {
   FourBitLayout layout = FourBitLayout::kRows;
   int64_t group = 0;  // inputs with one scale; 0 for all of a row
@@ -35,7 +35,8 @@ struct FourBitNumbers {
 };
 
 // Puts scales and zero points into the words of all panels of a packed matrix. Returns what is wrong with them; null for nothing.
-const char* put_words(const FourBitNumbers& stored, const char* scales, const char* zeros, int64_t n, int64_t k, DType dtype, char* packed);
+const char* put_words(const FourBitNumbers& stored, const char* scales, const char* zeros, int64_t n, int64_t k, DType dtype,
+                      char* packed);
 
 // Puts the integers of rows [first, first + rows) of the file into panels.
 void put_integers(const FourBitNumbers& stored, const char* from, int64_t first, int64_t rows, int64_t n, int64_t k, DType dtype,

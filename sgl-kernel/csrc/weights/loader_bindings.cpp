@@ -38,8 +38,8 @@ Numbers numbers_in(const at::Tensor& tensor, const char* name) {
 class Loader : public torch::CustomClassHolder {
  public:
   // `w13` [S, 2I, M] and `w2` [S, M, I] are written to until `close`; the caller keeps them and the scales alive.
-  // Those of 4 and 8 bits that share scales have other rows. `transposed`: as in ExpertSlots; `stored_scales`: as in StoredScales. `four_bits`: as
-  // in FourBitNumbers, its members one after the other; empty for others.
+  // Those of 4 and 8 bits that share scales have other rows. `transposed`: as in ExpertSlots; `stored_scales`: as in StoredScales.
+  // `four_bits`: as in FourBitNumbers, its members one after the other; empty for others.
   Loader(const std::vector<std::string>& files, bool direct, const at::Tensor& w13, const at::Tensor& w2,
          const std::optional<at::Tensor>& w13_scales, const std::optional<at::Tensor>& w2_scales, bool stored_f32,
          bool transposed, int64_t num_threads, const std::optional<at::Tensor>& stored_scales, int64_t block_rows,
@@ -88,7 +88,7 @@ class Loader : public torch::CustomClassHolder {
     const auto* next = places.data_ptr<int64_t>();
     for (ExpertPlaces& expert : experts)
       for (MatrixPlace& place : expert) {
-        place = {next[0], next[1], bytes_ ? next[2] : 0};
+        place = {{next[0], next[1]}, bytes_ ? next[2] : 0};
         if (four_bits_) place.scales = {next[2], next[3]}, place.zeros = {next[4], next[5]};
         next += numbers;
       }
@@ -123,7 +123,7 @@ class Loader : public torch::CustomClassHolder {
     TORCH_CHECK_VALUE(bytes_ == scales.has_value(), "weights in files ", bytes_ ? "of bytes need" : "of other types have no", " scales");
     if (!bytes_) return {};
     check(*scales, 1, "stored_scales");
-    const int64_t group = fp8_group(dtype) + int8_group(dtype);
+    const int64_t group = byte_group(dtype);
     TORCH_CHECK_VALUE(scales->scalar_type() == at::kFloat && rows >= 0 && columns >= 0 && columns % group == 0, "stored_scales are ",
                       scales->scalar_type(), " of blocks of ", rows, " x ", columns, "; use float32, and multiples of ", group, " columns");
     return {scales->data_ptr<float>(), scales->numel(), rows, columns};

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from sgl_batch.core.quantised_form import QuantisedForm
+from sgl_batch.errors import EngineError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.small_weights import GroupedForm
 from sgl_batch.weights.dequantised import Dequantised
@@ -40,6 +42,19 @@ def filled(locations: ExpertLocations, *, direct: bool = True) -> SlotTensors:
     assert slots.totals().bytes == len(experts) * locations.expert_bytes
     slots.close()
     return SlotTensors(w13=tensors.w13[where], w2=tensors.w2[where])
+
+
+def fail_for(locations: ExpertLocations, expert: int, message: str) -> None:
+    """Read all experts of a layer, of which one is an error with this message, and the others are there."""
+    slots, experts = (
+        ExpertSlots(locations, empty_slots(locations), num_threads=1),
+        range(locations.file_offsets.shape[1]),
+    )
+    slots.ask(0, experts, urgent=True)
+    slots.wait(0, [one for one in experts if one != expert])
+    with pytest.raises(EngineError, match=message):
+        slots.wait(0, [expert])
+    slots.close()
 
 
 def loaded_whole(file: Path, form: QuantisedForm) -> dict[str, torch.Tensor]:

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from streamed_slots import MODULE, empty_slots, filled, grouped, hold, loaded_whole, numbers_of
+from streamed_slots import MODULE, fail_for, filled, grouped, hold, loaded_whole, numbers_of
 
 from sgl_batch.checkpoint.files import read_header
 from sgl_batch.core.quantised_form import QuantisedForm
-from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.errors import ConfigError
 from sgl_batch.weights.expert_checkpoint import ExpertLocations, find_experts
-from sgl_batch.weights.expert_slots import ExpertSlots
 from sgl_batch.weights.stored_scales import StoredScales, read_scales
 
 EXPERTS = 3
@@ -111,14 +110,7 @@ def test_a_code_that_is_no_number_is_an_error_that_names_the_file(tmp_path: Path
         tensors[f"{MODULE}.1.up_proj.weight"].view(torch.uint8)[100, 3] = NO_NUMBER
 
     locations = KINDS["blocks"].found(tmp_path, spoil)
-    slots = ExpertSlots(locations, empty_slots(locations), num_threads=1)
-    slots.ask(0, range(EXPERTS), urgent=True)
-    slots.wait(0, [0, 2])
-    with pytest.raises(
-        EngineError, match=rf"{tmp_path}/model\.safetensors: a matrix at byte \d+ has codes that are no"
-    ):
-        slots.wait(0, [1])
-    slots.close()
+    fail_for(locations, 1, rf"{tmp_path}/model\.safetensors: a matrix at byte \d+ has codes that are no")
 
 
 def remove_scales(tensors: dict[str, torch.Tensor]) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from streamed_slots import MODULE, empty_slots, filled, grouped, hold, loaded_whole, numbers_of
+from streamed_slots import MODULE, fail_for, filled, grouped, hold, loaded_whole, numbers_of
 
 from sgl_batch.checkpoint.model_directory import form_of_weights
 from sgl_batch.core.quantised_form import QuantisedForm
-from sgl_batch.errors import ConfigError, EngineError
+from sgl_batch.errors import ConfigError
 from sgl_batch.weights.expert_checkpoint import ExpertLocations, find_experts
-from sgl_batch.weights.expert_slots import ExpertSlots
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 from tiny_models.quantised import quantise
@@ -119,14 +118,7 @@ def test_powers_that_bfloat16_has_not_are_an_error_that_names_the_file(tmp_path:
     path = stacked(tmp_path, hidden=HIDDEN, inter=INTER, change=spoil)
     file = str(path / "model.safetensors")
     locations = find_experts([file], [MODULE], range(EXPERTS), stacked=True, form=form_of(path))
-    slots = ExpertSlots(locations, empty_slots(locations), num_threads=1)
-    slots.ask(0, range(EXPERTS), urgent=True)
-    slots.wait(0, [1, 2])
-    with pytest.raises(
-        EngineError, match=r"model\.safetensors: a matrix at byte \d+ has numbers that bfloat16 has not"
-    ):
-        slots.wait(0, [0])
-    slots.close()
+    fail_for(locations, 0, r"model\.safetensors: a matrix at byte \d+ has numbers that bfloat16 has not")
 
 
 def test_groups_of_128_take_fewer_bits(tmp_path: Path) -> None:
@@ -156,12 +148,7 @@ def test_what_no_slot_holds_is_an_error_that_names_the_file(
     change: Callable[[Tensors], None], message: str, tmp_path: Path
 ) -> None:
     locations = found(checkpoint(tmp_path, "gptq-4", change=change))
-    slots = ExpertSlots(locations, empty_slots(locations), num_threads=1)
-    slots.ask(0, range(EXPERTS), urgent=True)
-    slots.wait(0, [0, 2])
-    with pytest.raises(EngineError, match=message):
-        slots.wait(0, [1])
-    slots.close()
+    fail_for(locations, 1, message)
 
 
 def reorder(tensors: Tensors) -> None:
