@@ -166,6 +166,38 @@ def test_matrices_in_bfloat16_stay_in_4_or_8_bits_without_loss(
     assert answers(small) == expected
 
 
+def set_zero_point(tensors: dict[str, torch.Tensor], module: str) -> None:
+    tensors[f"{module}.1.up_proj.qzeros"][0, 0] = -1  # one more than is stored is 16
+    tensors[f"{module}.1.up_proj.qweight"][0, 0] = 0x76543210  # 16 times the scale below zero, and odd multiples
+
+
+def widen_scale(tensors: dict[str, torch.Tensor], module: str) -> None:
+    tensors[f"{module}.0.down_proj.weight_scale_inv"][0, 0] = 2.0**8
+
+
+@pytest.mark.parametrize(("form", "of_32", "change"), [("gptq-4", 20, set_zero_point), ("fp8-blocks", 36, widen_scale)])
+def test_experts_of_which_one_has_no_small_form_are_loaded_as_other_weights(
+    form: str,
+    of_32: int,
+    change: Callable[[dict[str, torch.Tensor], str], None],
+    tmp_path: Path,
+    repo_root: Path,
+    started: Callable[..., Any],
+) -> None:
+    _, path = quantised_family(form, "qwen3-moe-dense-layers", tmp_path, repo_root)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    module = next(name for name in tensors if ".experts." in name).partition(".experts.")[0] + ".experts"
+    change(tensors, module)
+    save_file(tensors, file, {"format": "pt"})
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "page_size": PAGE, "b_moe_prefill": 160, "b_moe_decode": 8}
+    small, wide = (started(model_path=str(path), cpu_weight_dtype=one, **sizes) for one in ("auto", "model"))
+    assert answers(small) == answers(wide)
+    in_floats = sum(math.prod(one.shape) for name, one in matrices_of(path).items() if name.startswith(f"{module}."))
+    saved = saved_bytes(path, of_32) - (in_floats * 2 - in_floats // 32 * of_32)
+    assert weight_bytes(wide) - weight_bytes(small) == saved > 0
+
+
 @pytest.mark.parametrize(
     ("form", "family", "of_32"), [("fp8-blocks", "qwen3-moe-dense-layers", 36), ("gptq-4", "kimi-k2", 20)]
 )

@@ -6,7 +6,7 @@ of a product (`split`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -20,7 +20,15 @@ from sgl_batch.layers.moe.clamped_experts import ClampedExperts, alternating, in
 from sgl_batch.layers.moe.packed_experts import biases_of, packed_experts
 from sgl_batch.layers.packed_forms import Form, Packed
 from sgl_batch.layers.shared_forms import SharedForms, SmallForm
-from sgl_batch.layers.small_weights import GROUPED_FORMS, from_int8, int8_room, most_grouped_bytes, new_tensor
+from sgl_batch.layers.small_weights import (
+    GROUPED_FORMS,
+    GroupedForm,
+    from_int8,
+    int8_room,
+    most_grouped_bytes,
+    new_tensor,
+)
+from sgl_batch.memory.free_memory import give_back
 
 PANEL = 32
 """Columns of a panel of a packed weight; the last panel has the remaining ones (sgl-kernel/csrc/cpu/gemm.h)."""
@@ -91,11 +99,37 @@ class PackedWeights:
         The weights of a single expert may be [2I, M] and [M, I]. `clamped`: rows of w13 alternate, as in
         ClampedExperts.
         """
-        hidden, inter = w2.shape[-2:]
         reordered = w13 if clamped else None
         # A single expert is an MLP, which has all rows of a pass.
-        many = w13.dim() == 3
-        return self._pack([(w13, (-1, inter, hidden)), (w2, (-1, hidden, inter))], reordered=reordered, experts=many)
+        return self._pack(_expert_matrices(w13, w2), reordered=reordered, experts=w13.dim() == 3)
+
+    def add_packed_experts(
+        self,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        form: GroupedForm,
+        data: tuple[torch.Tensor, torch.Tensor],
+        *,
+        clamped: bool = False,
+    ) -> None:
+        """Give experts' weights, of which only the shape counts, their `data` in this form: see `add_experts`."""
+        alike: list[Packed] = []
+        for (weight, shape), packed in zip(_expert_matrices(w13, w2), data, strict=True):
+            outputs, inputs = shape[1:]
+            alike.append(
+                Packed(
+                    weight=weight,
+                    shape=(weight.shape[:-1].numel() // outputs, outputs, inputs),
+                    dtype=weight.dtype,
+                    form=Form.PLAIN,
+                    may_be_grouped=True,
+                    alike=alike,
+                    grouped=form,
+                    reordered=clamped and weight is w13,
+                )
+            )
+            weight.data = packed
+            self._packed[weight.data_ptr()] = alike[-1]
 
     def add_by_head(self, weight_HNK: torch.Tensor) -> bool:
         """Pack a weight [out, in] for each head; return False likewise. These weights are never rounded."""
@@ -103,7 +137,7 @@ class PackedWeights:
 
     def _pack(
         self,
-        weights: list[tuple[torch.Tensor, tuple[int, ...]]],
+        weights: Sequence[tuple[torch.Tensor, tuple[int, ...]]],
         *,
         exact: bool = False,
         reordered: torch.Tensor | None = None,
@@ -213,8 +247,10 @@ class PackedWeights:
         assert self._kernels is not None, "without kernels nothing is packed"
         del self._packed[packed.weight.data_ptr()]
         if packed.grouped is not None:
+            before = packed.weight.data
             plain = packed.grouped.unpack(self._kernels, packed.matrices, packed.shape[2])
             packed.weight.data, packed.grouped = plain.view(*packed.weight.shape[:-1], -1), None
+            give_back(before)  # its memory may be a part of what other layers have
         else:
             self._take_alone(packed)
         if packed.reordered:
@@ -425,6 +461,12 @@ class PackedWeights:
         # The product is rounded once, to the number type of the rows.
         exact = gated_TI.to(torch.promote_types(gated_TI.dtype, x_TM.dtype))
         return self._shared_linear(split, exact, down, None).to(x_TM.dtype)
+
+
+def _expert_matrices(w13: torch.Tensor, w2: torch.Tensor) -> list[tuple[torch.Tensor, tuple[int, int, int]]]:
+    """Return experts' weights, each with the shape of its matrices."""
+    hidden, inter = w2.shape[-2:]
+    return [(w13, (-1, inter, hidden)), (w2, (-1, hidden, inter))]
 
 
 def _rows_of(weight_NK: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

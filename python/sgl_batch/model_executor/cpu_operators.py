@@ -22,6 +22,7 @@ from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
 from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, create_expert_runner
 from sgl_batch.layers.moe.split_experts import SplitExperts
 from sgl_batch.layers.packed_weights import PackedWeights
+from sgl_batch.layers.small_weights import GroupedForm
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cpu_blocks import BLOCK_MLPS, CpuBlocks
@@ -77,8 +78,10 @@ class CpuOperators:
         int8_rows, expert_runner = forward.cpu_activations == "int8", forward.expert_runner
         pays = not splits_experts and self._kernels is not None and self._kernels.isa() in _CODED_ISAS
         coded = self._must_code or (forward.cpu_weight_dtype == "auto" and pays)
-        grouped = forward.cpu_weight_dtype == "auto" and not splits_experts
-        self._weights = PackedWeights(self._kernels, int8=self._int8, int8_rows=int8_rows, coded=coded, grouped=grouped)
+        self._grouped = forward.cpu_weight_dtype == "auto" and not splits_experts
+        self._weights = PackedWeights(
+            self._kernels, int8=self._int8, int8_rows=int8_rows, coded=coded, grouped=self._grouped
+        )
         # Parameters, which live as long as the model.
         self._early_linears: set[int] = set()
         self._streamer: WeightStreamer[ExpertSlots] | None = None
@@ -254,6 +257,16 @@ class CpuOperators:
             if whole and layer.w13_weight not in self._weights:
                 clamped = clamped_experts_of(layer) is not None
                 self._weights.add_experts(layer.w13_weight, layer.w2_weight, clamped=clamped)
+
+    @property
+    def takes_packed_experts(self) -> bool:
+        """Whether `adopt_packed` may be called: experts compute in 4 and 8 bits where a checkpoint has them so."""
+        return self._grouped and self._kernels is not None and self.expert_runner == "native" and self._streamer is None
+
+    def adopt_packed(self, layer: ExpertLayer, form: GroupedForm, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Take a layer's experts, which are packed in this form: [E, 2I, any] and [E, M, any]."""
+        clamped = clamped_experts_of(layer) is not None
+        self._weights.add_packed_experts(layer.w13_weight, layer.w2_weight, form, data, clamped=clamped)
 
     def plain_weights(self) -> AbstractContextManager[None]:
         """Inside, all weights lie in their plain order, so that they can be read and written."""

@@ -133,7 +133,15 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         self._program_bytes = resident_bytes() if self.device == "cpu" else 0
         self.context.start_log.end("scheduler and process groups made")
         operators, resident = self.context.cpu_operators, memory.weights == "resident"
-        loading = loading_checkpoint(self.server_args, config, rank_context, operators, self.device, resident=resident)
+        loading = loading_checkpoint(
+            self.server_args,
+            config,
+            rank_context,
+            operators,
+            self.device,
+            resident=resident,
+            num_threads=memory.weight_read_threads,
+        )
         with shard, huge_parameters(), models_as_configured(), loading as files:
             super().load_model()
         if not resident:

@@ -10,7 +10,7 @@ from torch import nn
 
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
 from sgl_batch.checkpoint.model_directory import form_of_weights
-from sgl_batch.checkpoint.quantised import is_kept_as_floats, plain_name
+from sgl_batch.checkpoint.quantised import is_kept_as_floats
 from sgl_batch.core.model_numbers import NUM_EXPERTS, number
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.distributed.rank_context import RankContext
@@ -29,11 +29,15 @@ from sgl_batch.sglang_adapter.layers import expert_layers, plain_linears
 from sgl_batch.sglang_adapter.types.messages import ServerArgs
 from sgl_batch.sglang_adapter.types.scheduler import ModelConfig
 from sgl_batch.weights.dequantised import Dequantised, draw_numbers
+from sgl_batch.weights.direct_experts import DirectExperts, is_of_experts
 from sgl_batch.weights.direct_tensors import read_past_page_cache
 from sgl_batch.weights.load_share import LoadShare
 from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.shared_weights import SharedWeights
 from sgl_batch.weights.unloaded_experts import is_expert_parameter, unloaded_experts
+
+# SGLang's, in which it reads safetensors where there are any.
+_SAFETENSORS_FORMATS = ("auto", "safetensors")
 
 
 def load_share(config: object, rank_context: RankContext | None, *, resident: bool) -> LoadShare:
@@ -50,11 +54,6 @@ def load_share(config: object, rank_context: RankContext | None, *, resident: bo
     return LoadShare(range(rank_context.expert_shard * held, (rank_context.expert_shard + 1) * held))
 
 
-def _is_of_experts(name: str) -> bool:
-    """Return whether a tensor of a checkpoint belongs to matrices of routed experts, which may be quantised."""
-    return is_expert_weight(plain_name(name))
-
-
 @contextmanager
 def loading_checkpoint(
     server_args: ServerArgs,
@@ -64,8 +63,11 @@ def loading_checkpoint(
     device: str,
     *,
     resident: bool,
+    num_threads: int,
 ) -> Iterator[list[str]]:
     """Inside, SGLang loads a model as this rank has it. Experts that are not `resident` stay in their files.
+
+    On a CPU, quantised ones that are resident are read by `num_threads` threads of their own.
 
     Yields the safetensors files: see `loading_weights`.
     """
@@ -73,9 +75,44 @@ def loading_checkpoint(
     loads = load_share(config, rank_context, resident=resident)
     watch = _weight_watch(config, rank_context, operators, loads, resident=resident)
     reform = reform_of(device, model_config.dtype, loads)
-    left, experts = (None, nullcontext()) if resident else (_is_of_experts, unloaded_experts())
+    direct = _direct_experts(watch, server_args, rank_context, operators, num_threads) if resident else None
+    left: Callable[[str], bool] | None = None if resident else is_of_experts
+    if direct is not None and reform is not None:
+        watch, left, reform = direct, direct.leaves, _reading_directly(direct, reform)
+    experts = nullcontext() if left is None else unloaded_experts()
     with experts, loading_weights(server_args, watch, _weight_reading(rank_context), left, reform) as files:
         yield files
+
+
+def _direct_experts(
+    watch: WeightWatch,
+    server_args: ServerArgs,
+    rank_context: RankContext | None,
+    operators: CpuOperators | None,
+    num_threads: int,
+) -> DirectExperts | None:
+    """Return what reads a model's experts as they are quantised; None where they are loaded as other weights."""
+    if operators is None or not operators.takes_packed_experts or server_args.load_format not in _SAFETENSORS_FORMATS:
+        return None
+    form = form_of_weights(server_args.model_path, server_args.revision)
+    if form is None or not form.is_streamable:
+        return None
+    return DirectExperts(
+        watch,
+        form,
+        shard=0 if rank_context is None else rank_context.expert_shard,
+        num_threads=max(num_threads, torch.get_num_threads()),
+        may_read=_is_known,
+        adopt=operators.adopt_packed,
+    )
+
+
+def _reading_directly(direct: DirectExperts, reform_of: ReformOf) -> ReformOf:
+    def of_model(name: str, revision: str | None) -> WeightReform | None:
+        reform = reform_of(name, revision)
+        return None if reform is None else direct.reading(reform)
+
+    return of_model
 
 
 def _weight_watch(

@@ -22,7 +22,15 @@ with bootstrap.importing():
     from sglang.srt.model_loader import weight_utils
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-__all__ = ["ReformOf", "WeightReading", "WeightReform", "WeightWatch", "loading_weights", "reformed_weights"]
+__all__ = [
+    "ReformOf",
+    "WeightReading",
+    "WeightReform",
+    "WeightWatch",
+    "loading_bar",
+    "loading_weights",
+    "reformed_weights",
+]
 
 # The formats of SGLang's default loader. Other formats have other loaders, which we do not adapt.
 _PLAIN_FORMATS = ("auto", "safetensors", "pt", "npcache")
@@ -130,6 +138,11 @@ def reformed_weights(reform_of: ReformOf | None) -> Iterator[None]:
         DefaultModelLoader._get_weights_iterator = own
 
 
+def loading_bar(what: str, num_bytes: int) -> Any:
+    """Return a bar of SGLang's loaders for so many bytes: a context manager whose result has `update(bytes)`."""
+    return weight_utils.tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True)
+
+
 @contextmanager
 def _read_by(reading: WeightReading | None, leave: Callable[[str], bool] | None) -> Iterator[None]:
     """Inside, SGLang's default loader has safetensors files read by `reading`, but for those that this leaves to it."""
@@ -146,8 +159,9 @@ def _read_by(reading: WeightReading | None, leave: Callable[[str], bool] | None)
             yield from own([str(file) for file in left], max_workers=max_workers, **ways)
         if len(left) == len(files):
             return
-        num_bytes = sum(Path(file).stat().st_size for file in files if Path(file) not in left)
-        with weight_utils.tqdm(desc="Loading weights", total=num_bytes, unit="B", unit_scale=True) as bar:
+        with loading_bar(
+            "Loading weights", sum(Path(file).stat().st_size for file in files if Path(file) not in left)
+        ) as bar:
             for name, tensor in tensors:
                 yield name, tensor
                 bar.update(tensor.nbytes)

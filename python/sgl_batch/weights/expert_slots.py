@@ -68,7 +68,13 @@ class ExpertSlots:
     """
 
     def __init__(
-        self, locations: ExpertLocations, tensors: SlotTensors, *, num_threads: int, direct: bool = True
+        self,
+        locations: ExpertLocations,
+        tensors: SlotTensors,
+        *,
+        num_threads: int,
+        direct: bool = True,
+        keeps_cached: bool = False,
     ) -> None:
         """Open the files and start the threads.
 
@@ -77,6 +83,7 @@ class ExpertSlots:
             tensors: the slots' memory, to which the threads write until `close`.
             num_threads: how many threads read and pack.
             direct: whether to read past the page cache where the file system allows it.
+            keeps_cached: whether what is read through the page cache stays there.
 
         Raises:
             EngineError: a file cannot be opened.
@@ -93,6 +100,7 @@ class ExpertSlots:
             self._loader: Any = expert_loader_kernels().start_expert_loader(
                 locations.files,
                 direct=direct,
+                keeps_cached=keeps_cached,
                 w13=tensors.w13,
                 w2=tensors.w2,
                 w13_scales=tensors.w13_scales,

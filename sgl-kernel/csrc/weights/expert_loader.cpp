@@ -25,9 +25,9 @@ bool in_use(SlotLoad state) { return state == SlotLoad::kQueued || state == Slot
 
 }  // namespace
 
-ExpertLoader::ExpertLoader(const std::vector<std::string>& files, bool direct, ExpertSlots slots, int num_threads)
+ExpertLoader::ExpertLoader(const std::vector<std::string>& files, bool direct, bool keeps_cached, ExpertSlots slots, int num_threads)
     : slots_(slots), table_(static_cast<size_t>(slots.count)) {
-  for (const std::string& name : files) files_.push_back(std::make_unique<WeightFile>(name, direct));
+  for (const std::string& name : files) files_.push_back(std::make_unique<WeightFile>(name, direct, keeps_cached));
   const bool stages = slots.transposed && slots.dtype != slots.stored;
   const size_t staged_bytes = stages ? static_cast<size_t>(2 * slots.inter * slots.hidden) * size_of(slots.stored) : 0;
   try {

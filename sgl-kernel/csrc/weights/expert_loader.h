@@ -70,7 +70,8 @@ struct LoaderTotals {
 // std::invalid_argument for that, and for slots and files that do not exist; nothing has changed then.
 class ExpertLoader {
  public:
-  ExpertLoader(const std::vector<std::string>& files, bool direct, ExpertSlots slots, int num_threads);
+  // `direct`, `keeps_cached`: as in WeightFile.
+  ExpertLoader(const std::vector<std::string>& files, bool direct, bool keeps_cached, ExpertSlots slots, int num_threads);
   ExpertLoader(const ExpertLoader&) = delete;
   ExpertLoader& operator=(const ExpertLoader&) = delete;
   ~ExpertLoader();

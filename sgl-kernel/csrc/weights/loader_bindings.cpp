@@ -40,7 +40,7 @@ class Loader : public torch::CustomClassHolder {
   // `w13` [S, 2I, M] and `w2` [S, M, I] are written to until `close`; the caller keeps them and the scales alive.
   // Those of 4 and 8 bits that share scales have other rows. `transposed`: as in ExpertSlots; `stored_scales`: as in StoredScales.
   // `four_bits`: as in FourBitNumbers, its members one after the other; empty for others.
-  Loader(const std::vector<std::string>& files, bool direct, const at::Tensor& w13, const at::Tensor& w2,
+  Loader(const std::vector<std::string>& files, bool direct, bool keeps_cached, const at::Tensor& w13, const at::Tensor& w2,
          const std::optional<at::Tensor>& w13_scales, const std::optional<at::Tensor>& w2_scales, bool stored_f32,
          bool transposed, int64_t num_threads, const std::optional<at::Tensor>& stored_scales, int64_t block_rows,
          int64_t block_columns, const Numbers& four_bits) {
@@ -74,7 +74,7 @@ class Loader : public torch::CustomClassHolder {
                            const_cast<float*>(w2_own),
                            scales_in_files(stored_scales, block_rows, block_columns, dtype),
                            four_bits_in_files(four_bits, dtype, hidden, inter)};
-    loader_ = guarded([&] { return std::make_unique<ExpertLoader>(files, direct, made, static_cast<int>(num_threads)); });
+    loader_ = guarded([&] { return std::make_unique<ExpertLoader>(files, direct, keeps_cached, made, static_cast<int>(num_threads)); });
   }
 
   void submit(const at::Tensor& slots, const at::Tensor& places, bool urgent) {
@@ -151,7 +151,7 @@ class Loader : public torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
   using sgl_batch::Loader;
   library.class_<Loader>("ExpertLoader")
-      .def(torch::init<const std::vector<std::string>&, bool, const at::Tensor&, const at::Tensor&,
+      .def(torch::init<const std::vector<std::string>&, bool, bool, const at::Tensor&, const at::Tensor&,
                        const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, bool, bool, int64_t,
                        const std::optional<at::Tensor>&, int64_t, int64_t, const std::vector<int64_t>&>())
       .def("submit", &Loader::submit)

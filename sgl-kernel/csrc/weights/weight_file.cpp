@@ -39,7 +39,8 @@ char* ReadBuffer::at_least(int64_t bytes) {
   return memory_.get();
 }
 
-WeightFile::WeightFile(std::string name, bool direct) : name_(std::move(name)), fd_(-1), direct_(direct) {
+WeightFile::WeightFile(std::string name, bool direct, bool keeps_cached)
+    : name_(std::move(name)), fd_(-1), direct_(direct), keeps_cached_(keeps_cached) {
   if (direct) fd_ = open(name_.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
   if (fd_ < 0) {
     // A file system that cannot says EINVAL; whatever else is wrong shows again.
@@ -66,7 +67,7 @@ const char* WeightFile::read(int64_t offset, int64_t bytes, ReadBuffer& buffer) 
     }
   }
   fill(offset, memory, bytes, bytes);
-  posix_fadvise(fd_, offset, bytes, POSIX_FADV_DONTNEED);
+  if (!keeps_cached_) posix_fadvise(fd_, offset, bytes, POSIX_FADV_DONTNEED);
   return memory;
 }
 

@@ -34,8 +34,8 @@ class ReadBuffer {
 
 class WeightFile {
  public:
-  // `direct`: try to read past the page cache. Throws ReadFault.
-  WeightFile(std::string name, bool direct);
+  // `direct`: try to read past the page cache. `keeps_cached`: what is read through it stays there. Throws ReadFault.
+  WeightFile(std::string name, bool direct, bool keeps_cached);
   WeightFile(const WeightFile&) = delete;
   WeightFile& operator=(const WeightFile&) = delete;
   ~WeightFile();
@@ -55,6 +55,7 @@ class WeightFile {
   std::string name_;
   int fd_;
   std::atomic<bool> direct_;
+  const bool keeps_cached_;
 };
 
 }  // namespace sgl_batch

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-INTERFACE = 3
+INTERFACE = 4
 """What the functions of this module take; counts up whenever that changes."""
 
 
@@ -86,6 +86,7 @@ def start_expert_loader(
     files: list[str],
     *,
     direct: bool,
+    keeps_cached: bool = False,
     w13: torch.Tensor,
     w2: torch.Tensor,
     w13_scales: torch.Tensor | None,
@@ -102,8 +103,8 @@ def start_expert_loader(
     `stored`: the number type of the files, bf16 or float32. Slots have the same, or int8 with their scales [S, 2I] and
     [S, M]. `transposed`: the files have a row for each input, gate and up in one matrix [M, 2I] whose columns
     alternate, and down [I, M]; for int8, each thread then takes memory for the gate and up of one expert. `direct`:
-    read past the page cache where the file system allows it; otherwise the cache is released behind. The caller keeps
-    the tensors alive until the loader is closed.
+    read past the page cache where the file system allows it; otherwise the cache is released behind, unless
+    `keeps_cached`. The caller keeps the tensors alive until the loader is closed.
 
     Slots of fp8 and int8 are those that `pack_fp8_` and `pack_int8_groups_` fill, and files then have rows of
     float8_e4m3fn or int8: `stored` is not read.
@@ -114,6 +115,7 @@ def start_expert_loader(
     loader: ExpertLoader = torch.classes.sgl_batch_kernel.ExpertLoader(
         files,
         direct,
+        keeps_cached,
         w13,
         w2,
         w13_scales,

@@ -16,20 +16,20 @@ from sgl_batch.layers.small_weights import GroupedForm
 from sgl_batch.weights.dequantised import Dequantised
 from sgl_batch.weights.expert_checkpoint import ExpertLocations
 from sgl_batch.weights.expert_slots import ExpertSlots, SlotTensors
-from sgl_batch.weights.streamed_weights import _grouped_form, _slot_tensors
+from sgl_batch.weights.model_experts import grouped_form, slot_tensors
 
 MODULE = "model.layers.0.mlp.experts"
 
 
 def grouped(locations: ExpertLocations) -> GroupedForm:
-    form = _grouped_form(locations)
+    form = grouped_form(locations)
     assert form is not None
     return form
 
 
 def empty_slots(locations: ExpertLocations) -> SlotTensors:
     """Return a slot for each expert."""
-    return _slot_tensors(locations, locations.file_offsets.shape[1], int8=False)
+    return slot_tensors(locations, locations.file_offsets.shape[1], int8=False)
 
 
 def filled(locations: ExpertLocations, *, direct: bool = True) -> SlotTensors:

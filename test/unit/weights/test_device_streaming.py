@@ -20,7 +20,7 @@ from sgl_batch.layers.moe.cpu_experts import combined_experts
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.gpu_experts import GpuExperts
 from sgl_batch.sglang_adapter.layers import UnquantizedFusedMoEMethod
-from sgl_batch.weights import streamed_weights
+from sgl_batch.weights import model_experts
 from sgl_batch.weights.device_expert_slots import DeviceExpertSlots
 from sgl_batch.weights.expert_checkpoint import find_experts
 from sgl_batch.weights.expert_slots import SlotTensors
@@ -236,7 +236,7 @@ def test_a_models_experts_stay_on_the_host_and_are_streamed(checkpoint: Any, mon
     def expert_layers(model: torch.nn.Module) -> list[Experts]:
         return [module for module in model.modules() if isinstance(module, Experts)]
 
-    monkeypatch.setattr(streamed_weights, "expert_layers", expert_layers)
+    monkeypatch.setattr(model_experts, "expert_layers", expert_layers)
     with unloaded_experts():
         layers = [torch.nn.ModuleDict({"experts": Experts()}) for _ in range(3)]
         model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})

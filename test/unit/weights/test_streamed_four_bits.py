@@ -9,55 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from four_bit_experts import EXPERTS, HIDDEN, INTER, Tensors, checkpoint, form_of, found, reorder, set_zero_point
 from safetensors.torch import load_file, save_file
 from streamed_slots import MODULE, fail_for, filled, grouped, hold, loaded_whole, numbers_of
 
-from sgl_batch.checkpoint.model_directory import form_of_weights
-from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError
-from sgl_batch.weights.expert_checkpoint import ExpertLocations, find_experts
+from sgl_batch.weights.expert_checkpoint import find_experts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 from tiny_models.quantised import quantise
 
-EXPERTS, HIDDEN, INTER = 3, 256, 128
 FORMS = ["gptq-4", "gptq-4-128", "awq", "packed-4", "packed-4-zeros", "packed-4-rows"]
-Tensors = dict[str, torch.Tensor]
-
-
-def checkpoint(
-    folder: Path,
-    form: str,
-    *,
-    hidden: int = HIDDEN,
-    inter: int = INTER,
-    change: Callable[[Tensors], None] | None = None,
-) -> Path:
-    """Write experts rounded in one of the forms, and return their directory."""
-    draw, source, tensors = torch.Generator().manual_seed(hidden), folder / "floats", Tensors()
-    source.mkdir()
-    for expert in range(EXPERTS):
-        for name, shape in {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}.items():
-            weight = torch.randn(shape, generator=draw, dtype=torch.float32) / 8
-            tensors[f"{MODULE}.{expert}.{name}_proj.weight"] = weight.bfloat16()
-    (source / "config.json").write_text("{}")
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    path = quantise(source, folder / "quantised", form)
-    if change is not None:
-        changed = load_file(path / "model.safetensors")
-        change(changed)
-        save_file(changed, path / "model.safetensors", {"format": "pt"})
-    return path
-
-
-def form_of(path: Path) -> QuantisedForm:
-    form = form_of_weights(str(path))
-    assert form is not None
-    return form
-
-
-def found(path: Path) -> ExpertLocations:
-    return find_experts([str(path / "model.safetensors")], [MODULE], range(EXPERTS), form=form_of(path))
 
 
 @pytest.mark.parametrize(
@@ -129,10 +91,6 @@ def test_groups_of_128_take_fewer_bits(tmp_path: Path) -> None:
     assert groups == [32, 128]
 
 
-def set_zero_point(tensors: Tensors) -> None:
-    tensors[f"{MODULE}.1.up_proj.qzeros"][0, 0] = -1  # one more than is stored is 16
-
-
 def spoil_scale(tensors: Tensors) -> None:
     tensors[f"{MODULE}.1.down_proj.scales"][1, 3] = float("inf")
 
@@ -149,10 +107,6 @@ def test_what_no_slot_holds_is_an_error_that_names_the_file(
 ) -> None:
     locations = found(checkpoint(tmp_path, "gptq-4", change=change))
     fail_for(locations, 1, message)
-
-
-def reorder(tensors: Tensors) -> None:
-    tensors[f"{MODULE}.2.gate_proj.g_idx"] = tensors[f"{MODULE}.2.gate_proj.g_idx"].flip(0)
 
 
 def widen_scales(tensors: Tensors) -> None:

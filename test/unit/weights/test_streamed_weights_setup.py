@@ -16,7 +16,7 @@ from sgl_batch.config import MemoryConfig
 from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.metrics.counters import Counters
-from sgl_batch.weights import streamed_weights
+from sgl_batch.weights import model_experts, streamed_weights
 from sgl_batch.weights.unloaded_experts import is_expert_parameter, unloaded_experts
 
 LAYERS, EXPERTS, HIDDEN, INTER = 3, 4, 16, 8
@@ -67,7 +67,7 @@ def these_are_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     def expert_layers(model: torch.nn.Module) -> list[Experts]:
         return [module for module in model.modules() if isinstance(module, Experts)]
 
-    monkeypatch.setattr(streamed_weights, "expert_layers", expert_layers)
+    monkeypatch.setattr(model_experts, "expert_layers", expert_layers)
 
 
 def stream(model: torch.nn.Module, files: list[str], memory: int = 0, *, rank: int = 0, int8: bool = False) -> Any:
