@@ -168,17 +168,21 @@ def test_matrices_in_bfloat16_stay_in_4_or_8_bits_without_loss(
 
 def set_zero_point(tensors: dict[str, torch.Tensor], module: str) -> None:
     tensors[f"{module}.1.up_proj.qzeros"][0, 0] = -1  # one more than is stored is 16
-    tensors[f"{module}.1.up_proj.qweight"][0, 0] = 0x76543210  # 16 times the scale below zero, and odd multiples
+    tensors[f"{module}.1.up_proj.qweight"][0, 0] = 0x76543210  # of the scale -16, and odd multiples
 
 
 def widen_scale(tensors: dict[str, torch.Tensor], module: str) -> None:
     tensors[f"{module}.0.down_proj.weight_scale_inv"][0, 0] = 2.0**8
 
 
-@pytest.mark.parametrize(("form", "of_32", "change"), [("gptq-4", 20, set_zero_point), ("fp8-blocks", 36, widen_scale)])
-def test_experts_of_which_one_has_no_small_form_are_loaded_as_other_weights(
+@pytest.mark.parametrize(
+    ("form", "of_32", "without", "change"),
+    [("gptq-4", 20, 36, set_zero_point), ("fp8-blocks", 36, 64, widen_scale)],  # these integers are numbers of fp8, too
+)
+def test_experts_of_which_one_is_not_of_their_form_are_loaded_as_other_weights(
     form: str,
     of_32: int,
+    without: int,
     change: Callable[[dict[str, torch.Tensor], str], None],
     tmp_path: Path,
     repo_root: Path,
@@ -194,7 +198,7 @@ def test_experts_of_which_one_has_no_small_form_are_loaded_as_other_weights(
     small, wide = (started(model_path=str(path), cpu_weight_dtype=one, **sizes) for one in ("auto", "model"))
     assert answers(small) == answers(wide)
     in_floats = sum(math.prod(one.shape) for name, one in matrices_of(path).items() if name.startswith(f"{module}."))
-    saved = saved_bytes(path, of_32) - (in_floats * 2 - in_floats // 32 * of_32)
+    saved = saved_bytes(path, of_32) - in_floats // 32 * (without - of_32)
     assert weight_bytes(wide) - weight_bytes(small) == saved > 0
 
 

@@ -21,7 +21,8 @@ from sgl_batch.errors import ConfigError, EngineError
 from sgl_batch.layers.small_weights import GroupedForm
 from sgl_batch.memory.huge_pages import prefer_huge_pages
 from sgl_batch.sglang_adapter.checkpoint_loading import WeightReform, WeightWatch, loading_bar
-from sgl_batch.sglang_adapter.layers import ExpertLayer, expert_layers
+from sgl_batch.sglang_adapter.layers import expert_layers
+from sgl_batch.sglang_adapter.types.models import ExpertLayer
 from sgl_batch.weights.expert_slots import ExpertSlots
 from sgl_batch.weights.model_experts import ModelExperts, grouped_form, slot_tensors
 from sgl_batch.weights.page_cache import files_to_read_past_it
