@@ -256,7 +256,9 @@ class MemoryConfig:
         minimum=0,
         in_bytes=True,
     )
-    weight_read_threads: int = _flag(4, "threads that read streamed experts", minimum=1, maximum=64)
+    weight_read_threads: int = _flag(
+        4, "threads that read streamed experts, and quantised ones at the start", minimum=1, maximum=64
+    )
     device_memory: int = _flag(
         0,
         "memory that a rank may take of its device (of RAM, on a CPU) for its process, weights, the working memory of "

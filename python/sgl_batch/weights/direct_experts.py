@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from sgl_batch.checkpoint.expert_layout import is_expert_weight
-from sgl_batch.checkpoint.files import StoredTensor, read_header
 from sgl_batch.checkpoint.quantised import plain_name
 from sgl_batch.core.quantised_form import QuantisedForm
 from sgl_batch.errors import ConfigError, EngineError
@@ -26,7 +26,6 @@ from sgl_batch.sglang_adapter.types.models import ExpertLayer
 from sgl_batch.weights.expert_slots import ExpertSlots
 from sgl_batch.weights.model_experts import ModelExperts, grouped_form, slot_tensors
 from sgl_batch.weights.page_cache import files_to_read_past_it
-from sgl_batch.weights.small_tensors import read_small_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +102,13 @@ class DirectExperts:
             yield from reform(files, ((name, one) for name, one in weights if not self.leaves(name)))
             if self._slots is not None and not self._all_read(self._slots):
                 self._give_memory()
-                yield from reform(files, read_small_tensors(_tensors_of_experts(files)))
+                yield from reform(files, _mapped_experts(files))
 
         return read
 
     def _begin(self, files: Sequence[str]) -> None:
         self._layers = expert_layers(self._model)
+        past_cache = files_to_read_past_it([Path(file) for file in files])
         try:
             if not self._may_read(self._model):
                 raise ConfigError(f"{type(self._model).__name__} may compute with weights as they are loaded")
@@ -121,7 +121,6 @@ class DirectExperts:
             self._give_memory()
             return
         layers, experts = found.shape
-        past_cache = files_to_read_past_it([Path(file) for file in files])
         self._slots = ExpertSlots(
             found.locations,
             slot_tensors(found.locations, layers * experts, int8=False),
@@ -157,7 +156,9 @@ class DirectExperts:
                 prefer_huge_pages(weight.data)
 
 
-def _tensors_of_experts(files: Sequence[str]) -> dict[str, StoredTensor]:
-    """Return the tensors of experts in files, and where they lie."""
-    headers = (read_header(Path(file)) for file in files)
-    return {name: one for header in headers for name, one in header.items() if is_of_experts(name)}
+def _mapped_experts(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of experts in files, which are read as they are used."""
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in filter(is_of_experts, opened.keys()):
+                yield name, opened.get_tensor(name)

@@ -22,26 +22,9 @@ from torch import Tensor
 from sgl_batch.checkpoint.files import StoredTensor, read_header
 from sgl_batch.errors import ConfigError
 from sgl_batch.memory.huge_buffer import huge_buffer
+from sgl_batch.weights.dtypes import DTYPES
 from sgl_batch.weights.page_cache import files_to_read_past_it
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
 # Direct reads begin and end at multiples of it, in the file and in memory.
 _SECTOR_BYTES = 4096
 _BLOCK_BYTES = 16 << 20
@@ -87,7 +70,7 @@ def read_past_page_cache(
     at all where a later file has a tensor of an earlier one again, which must then be loaded after it.
     """
     headers = {file: read_header(file) for file in files}
-    known = [file for file, header in headers.items() if all(one.dtype in _DTYPES for one in header.values())]
+    known = [file for file, header in headers.items() if all(one.dtype in DTYPES for one in header.values())]
     is_repeated = len(set().union(*headers.values())) < sum(map(len, headers.values()))
     direct = [] if is_repeated else files_to_read_past_it(known)
     return [file for file in files if file not in direct], direct_tensors(direct, wanted)
@@ -208,7 +191,7 @@ def _read_some(descriptor: int, block: _Block, memory: memoryview, offset: int) 
 def _tensors(block: _Block, memory: _Memory) -> Iterator[NamedTensor]:
     """Yield a block's tensors, each a storage of its own over its part of the memory."""
     for name, stored in block.tensors:
-        dtype, begin = _DTYPES[stored.dtype], stored.begin - block.begin
+        dtype, begin = DTYPES[stored.dtype], stored.begin - block.begin
         if stored.num_bytes == 0:
             yield name, torch.empty(stored.shape, dtype=dtype)
             continue
