@@ -30,7 +30,9 @@ def run(module: Any, weights: PackedWeights, positions: torch.Tensor, hidden: to
     queries = hidden.new_empty(len(hidden), heads, rank + module.qk_rope_head_dim)
     weights.by_head(q_THN, up_k_HRN, out_THN=queries[..., :rank])
     queries[..., rank:] = q_THP
-    keys = torch.cat((module.kv_a_layernorm(latent_TR)[:, None], k_T1P), dim=-1)
+    keys = hidden.new_empty(len(hidden), 1, rank + module.qk_rope_head_dim)
+    keys[:, 0, :rank] = module.kv_a_layernorm(latent_TR)
+    keys[..., rank:] = k_T1P
     seen_THR = module.attn_mqa(queries, keys, keys[..., :rank], batch).view(-1, heads, rank)
     out_THV = hidden.new_empty(len(seen_THR), heads, module.v_head_dim)
     weights.by_head(seen_THR, up_v_HVR, out_THN=out_THV)

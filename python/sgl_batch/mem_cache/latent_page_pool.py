@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sgl_batch.errors import ConfigError
+from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.mem_cache.device_page_pool import lazy_layers
 from sgl_batch.sglang_adapter.memory import KVCache, unwrap_write_loc
 
@@ -94,7 +95,11 @@ class LatentPagePool(KVCache):  # type: ignore[misc]
         self, layer_id: int, kv_indices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None
     ) -> None:
         """Write rows `keys` [tokens, 1, row] at `kv_indices` [tokens]; values are part of them."""
-        self.get_key_buffer(layer_id)[kv_indices] = keys.to(self.dtype)
+        table, rows, kernels = self.get_pages(layer_id).flatten(0, 1), keys.to(self.dtype).flatten(1), native_kernels()
+        if kernels is None:
+            table[kv_indices] = rows
+        else:
+            kernels.write_rows(table, kv_indices, rows)
 
     def read_kv(self, layer_id: int, kv_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a copy of keys [tokens, 1, row] and values [tokens, 1, kv_lora_rank] at `kv_indices` [tokens]."""

@@ -24,6 +24,7 @@ from sgl_batch.layers.moe.split_experts import SplitExperts
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.layers.small_weights import GroupedForm
 from sgl_batch.mem_cache.device_page_pool import DevicePagePool
+from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cpu_blocks import BLOCK_MLPS, CpuBlocks
 from sgl_batch.model_executor.cpu_mlp import MLPS, CpuMlps
@@ -143,11 +144,12 @@ class CpuOperators:
         """Make the record of decode passes of a rank that computes alone; None where none can be recorded."""
         pool = getattr(attn_backend, "pool", None)
         native = self.expert_runner == "native" and not self.streams_weights
-        if self._kernels is None or not native or not isinstance(pool, DevicePagePool) or not pool.native_layout:
+        known = isinstance(pool, (DevicePagePool, LatentPagePool)) and pool.native_layout
+        if self._kernels is None or not native or not known:
             return None
 
         def version() -> object:
-            return self._weights.version, pool.k_pages[0].data_ptr(), pool.v_pages[0].data_ptr()
+            return self._weights.version, *(part.data_ptr() for part in pool.page_parts(0))
 
         return RecordedPasses(
             self._kernels,

@@ -43,9 +43,12 @@ _RECORDED = frozenset(
         "copy_rows",
         "experts",
         "experts_int8",
+        "latent_attention",
         "linear",
+        "linear_by_head",
         "linear_int8",
         "mul_rows",
+        "put_rows_",
         "qk_norm_rope",
         "rms_norm",
         "rotary",
@@ -53,6 +56,7 @@ _RECORDED = frozenset(
         "sigmoid_rows",
         "topk",
         "write_pages",
+        "write_rows",
     )
 )
 # They give memory that a recorded operator writes, or another shape to what one has written, or free an earlier record,
@@ -259,6 +263,7 @@ class _ByRows:
             "aten::_to_copy": self._copied,
             "aten::add": self._added,
             "aten::clone": self._copied,
+            "aten::copy_": self._put,
             "aten::mul": self._multiplied,
             "aten::sigmoid": self._sigmoid,
         }
@@ -273,10 +278,16 @@ class _ByRows:
     ) -> torch.Tensor | None:
         # A copy keeps the order of dimensions, of which only rows with gaps between them lie as a contiguous one does.
         plain = x.is_contiguous() or (x.dim() == _MATRIX and x.stride(1) == 1 <= x.stride(0))
-        if not plain or any(others.values()) or not self._have_rows(x):
+        if not (plain or memory_format is torch.contiguous_format) or any(others.values()) or not self._have_rows(x):
             return None
         done: torch.Tensor = self._kernels.copy_rows(x, dtype)
         return done
+
+    def _put(self, to: torch.Tensor, x: torch.Tensor, non_blocking: bool = False) -> torch.Tensor | None:
+        if to.shape != x.shape or not self._have_rows(to, x):
+            return None
+        self._kernels.put_rows_(to, x)
+        return to
 
     def _added(self, a: object, b: object, **others: object) -> torch.Tensor | None:
         if others or not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and self._have_rows(a, b)):

@@ -5,6 +5,7 @@
 
 #include "attention_mla.h"
 #include "linear.h"
+#include "piece_record.h"
 #include "tensor_checks.h"
 
 namespace sgl_batch {
@@ -24,9 +25,10 @@ at::Tensor latent_attention(const at::Tensor& q, const at::Tensor& pages, const 
   check_pieces(starts, lengths, table_starts, tables, q.size(0), page, pages.size(0));
   const int64_t heads = q.size(1) / dim;
   auto out = at::empty({q.size(0), heads * value_dim}, q.options());
-  run_mla({lengths.size(0), heads, dim, value_dim, page, q.data_ptr(), q.stride(0), pages.data_ptr(), dtype,
-           starts.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(), table_starts.data_ptr<int64_t>(),
-           tables.data_ptr<int64_t>(), static_cast<float>(scaling), out.data_ptr()});
+  const MlaCall call{lengths.size(0), heads, dim, value_dim, page, q.data_ptr(), q.stride(0), pages.data_ptr(), dtype,
+                     starts.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(), table_starts.data_ptr<int64_t>(),
+                     tables.data_ptr<int64_t>(), static_cast<float>(scaling), out.data_ptr()};
+  run_and_record("latent_attention", call, run_mla, {starts, lengths, table_starts, tables, page, pages.size(0)}, {q, pages, out});
   return out;
 }
 
@@ -43,8 +45,9 @@ void linear_by_head(const at::Tensor& x, const at::Tensor& weight, at::Tensor ou
   TORCH_CHECK(dtype == DType::kF32 || (x.stride(0) % 2 == 0 && x.stride(1) % 2 == 0), "rows of bfloat16 x are ", x.stride(0),
               " apart and heads ", x.stride(1), ": both must be even");
   const PackedWeight packed{weight.data_ptr(), dtype_of(weight, "weight"), nullptr, n, k};
-  run_linear({x.size(0), heads, x.data_ptr(), x.stride(0), x.stride(1), dtype, packed, nullptr, out.data_ptr(), out.stride(0),
-              out.stride(1)});
+  const LinearCall call{x.size(0), heads, x.data_ptr(), x.stride(0), x.stride(1), dtype, packed, nullptr, out.data_ptr(),
+                        out.stride(0), out.stride(1)};
+  run_and_record("linear_by_head", call, &LinearCall::rows, run_linear, {x, weight, out});
 }
 
 }  // namespace

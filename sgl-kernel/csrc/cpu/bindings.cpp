@@ -16,6 +16,7 @@
 #include "linear.h"
 #include "norm_rope.h"
 #include "packing.h"
+#include "piece_record.h"
 #include "record.h"
 #include "tasks.h"
 #include "tensor_checks.h"
@@ -351,19 +352,8 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::T
                            v_pages.data_ptr(), dtype_of(q, "q"), starts.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
                            table_starts.data_ptr<int64_t>(), tables.data_ptr<int64_t>(), static_cast<float>(scaling), window, sink,
                            out.data_ptr()};
-  // Pieces of one row each are counted by rows; others are recorded as none, which is of no use.
-  const bool by_row = starts.data_ptr<int64_t>()[call.pieces] == call.pieces;
-  const auto run = [call, by_row](int64_t rows) {
-    AttentionCall own = call;
-    if (by_row) own.pieces = rows;
-    run_attention(own);
-  };
-  const auto check = [starts, lengths, table_starts, tables, page, pages = k_pages.size(0)](int64_t rows) {
-    check_pieces(starts.narrow(0, 0, rows + 1), lengths.narrow(0, 0, rows), table_starts.narrow(0, 0, rows), tables, rows, page,
-                 pages);
-  };
-  run_and_record("attention", by_row ? call.pieces : -1,
-                 {q, k_pages, v_pages, starts, lengths, table_starts, tables, or_none(sinks), out}, run, check);
+  run_and_record("attention", call, run_attention, {starts, lengths, table_starts, tables, page, k_pages.size(0)},
+                 {q, k_pages, v_pages, or_none(sinks), out});
   return out;
 }
 

@@ -122,6 +122,13 @@ void run_page_write(const PageWriteCall& call) {
   });
 }
 
+// Checks the first slots of so many rows.
+auto slot_check(const int64_t* first, int64_t size) {
+  return [first, size](int64_t rows) {
+    for (int64_t i = 0; i < rows; ++i) TORCH_CHECK(first[i] >= 0 && first[i] < size, "slot ", first[i], " of ", size);
+  };
+}
+
 void write_pages(at::Tensor k_pages, at::Tensor v_pages, const at::Tensor& slots, const at::Tensor& keys,
                  const at::Tensor& values) {
   check(k_pages, 6, "k_pages");
@@ -144,9 +151,7 @@ void write_pages(at::Tensor k_pages, at::Tensor v_pages, const at::Tensor& slots
                            static_cast<char*>(v_pages.data_ptr()), slots.data_ptr<int64_t>(),
                            static_cast<const char*>(keys.data_ptr()), static_cast<const char*>(values.data_ptr()),
                            keys.stride(0) * element, values.stride(0) * element};
-  const auto check = [first = call.slots, size = pages * page](int64_t rows) {
-    for (int64_t i = 0; i < rows; ++i) TORCH_CHECK(first[i] >= 0 && first[i] < size, "slot ", first[i], " of ", size);
-  };
+  const auto check = slot_check(call.slots, pages * page);
   const auto run = [call](int64_t rows) {
     PageWriteCall own = call;
     own.tokens = rows;
@@ -156,11 +161,38 @@ void write_pages(at::Tensor k_pages, at::Tensor v_pages, const at::Tensor& slots
   run_and_record("write_pages", call.tokens, {k_pages, v_pages, slots, keys, values}, run, check);
 }
 
+void write_rows(at::Tensor table, const at::Tensor& slots, const at::Tensor& rows) {
+  check(table, 2, "table");
+  check_index(slots, "slots");
+  TORCH_CHECK(rows.dim() == 2 && rows.size(0) == slots.size(0) && rows.size(1) == table.size(1) &&
+                  rows.scalar_type() == table.scalar_type() && rows.stride(1) == 1,
+              "rows are ", rows.scalar_type(), rows.sizes(), " with strides ", rows.strides(), " for ", slots.size(0),
+              " slots and a table of ", table.scalar_type(), table.sizes());
+  const int64_t bytes = table.size(1) * table.element_size(), stride = rows.stride(0) * rows.element_size();
+  const auto* const from = static_cast<const char*>(rows.data_ptr());
+  auto* const to = static_cast<char*>(table.data_ptr());
+  const auto* const first = slots.data_ptr<int64_t>();
+  const auto run = [=](int64_t count) {
+    run_tasks(divide_up(count, kMostTokensPerTask), [&](int64_t task, int) {
+      const int64_t end = std::min(count, (task + 1) * kMostTokensPerTask);
+      for (int64_t row = task * kMostTokensPerTask; row < end; ++row)
+        std::memcpy(to + first[row] * bytes, from + row * stride, static_cast<size_t>(bytes));
+    });
+  };
+  const auto check = slot_check(first, table.size(0));
+  check(slots.size(0));
+  run_and_record("write_rows", slots.size(0), {table, slots, rows}, run, check);
+}
+
 }  // namespace
 }  // namespace sgl_batch
 
 TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
+  library.def("write_rows(Tensor(a!) table, Tensor slots, Tensor rows) -> ()");
   library.def("write_pages(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots, Tensor keys, Tensor values) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) { library.impl("write_pages", sgl_batch::write_pages); }
+TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
+  library.impl("write_rows", sgl_batch::write_rows);
+  library.impl("write_pages", sgl_batch::write_pages);
+}

@@ -42,6 +42,11 @@ at::Tensor copy_rows(const at::Tensor& x, std::optional<at::ScalarType> dtype) {
   return by_rows("copy_rows", out, [x](at::Tensor& part, const auto& first) { part.copy_(first(x)); });
 }
 
+void put_rows(at::Tensor to, const at::Tensor& x) {
+  TORCH_CHECK(to.sizes() == x.sizes(), "x is ", x.sizes(), " and goes to ", to.sizes());
+  by_rows("put_rows", to, [x](at::Tensor& part, const auto& first) { part.copy_(first(x)); });
+}
+
 at::Tensor add_rows(const at::Tensor& a, const at::Tensor& b) {
   return by_rows("add_rows", room_for_both(a, b),
                  [a, b](at::Tensor& part, const auto& first) { at::add_out(part, first(a), first(b)); });
@@ -70,6 +75,7 @@ at::Tensor sigmoid_rows(const at::Tensor& x) {
 
 TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
   library.def("copy_rows(Tensor x, ScalarType? dtype) -> Tensor");
+  library.def("put_rows_(Tensor(a!) to, Tensor x) -> ()");
   library.def("add_rows(Tensor a, Tensor b) -> Tensor");
   library.def("mul_rows(Tensor a, Tensor b) -> Tensor");
   library.def("scale_rows(Tensor x, float factor) -> Tensor");
@@ -78,6 +84,7 @@ TORCH_LIBRARY_FRAGMENT(sgl_batch_kernel, library) {
 
 TORCH_LIBRARY_IMPL(sgl_batch_kernel, CPU, library) {
   library.impl("copy_rows", sgl_batch::copy_rows);
+  library.impl("put_rows_", sgl_batch::put_rows);
   library.impl("add_rows", sgl_batch::add_rows);
   library.impl("mul_rows", sgl_batch::mul_rows);
   library.impl("scale_rows", sgl_batch::scale_rows);

@@ -12,6 +12,7 @@ import torch
 from .row_operators import add_rows as add_rows
 from .row_operators import copy_rows as copy_rows
 from .row_operators import mul_rows as mul_rows
+from .row_operators import put_rows_ as put_rows_
 from .row_operators import scale_rows as scale_rows
 from .row_operators import sigmoid_rows as sigmoid_rows
 from .token_choice import argmax as argmax
@@ -37,7 +38,7 @@ from .weight_forms import widen_fp8_ as widen_fp8_
 from .weight_forms import widen_integers_ as widen_integers_
 from .weight_forms import widen_mxfp4_ as widen_mxfp4_
 
-INTERFACE = 18
+INTERFACE = 19
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -329,6 +330,11 @@ def write_pages(
     _ops.write_pages(k_pages, v_pages, slots_N, keys_NHD, values_NHD)
 
 
+def write_rows(table_PD: torch.Tensor, slots_N: torch.Tensor, rows_ND: torch.Tensor) -> None:
+    """Write rows, which may lie apart, to rows of a table by their numbers, int64."""
+    _ops.write_rows(table_PD, slots_N, rows_ND)
+
+
 def exchange_dispatch(
     regions: list[torch.Tensor],
     rank: int,
@@ -446,7 +452,7 @@ def topk(
 
 
 def record_begin(rows: int) -> None:
-    """Record this thread's calls of experts, linear layers, norms, rotations, `topk`, `write_pages` and `attention`.
+    """Record this thread's calls of experts, linear layers, norms, rotations, `topk`, attention, and writes to pages.
 
     And of the row operators. They must be of `rows` rows each; those of attention have one row a piece. Other operators
     are not recorded.

@@ -16,6 +16,11 @@ def copy_rows(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor
     return copy
 
 
+def put_rows_(to: torch.Tensor, x: torch.Tensor) -> None:
+    """Copy x to a tensor of its shape, which may be a part of wider rows, in that one's number type."""
+    _ops.put_rows_(to, x)
+
+
 def add_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a + b, of which one may be smaller, as torch broadcasts it."""
     total: torch.Tensor = _ops.add_rows(a, b)

@@ -59,3 +59,35 @@ def test_rows_of_another_number_type_are_refused():
     rows = torch.zeros(1, 2, 64)
     with pytest.raises(RuntimeError, match=r"rows are Float.* pages of BFloat16"):
         sgl_batch_kernel.write_pages(*pools, torch.tensor([0]), rows, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("count", [1, 63, 300])
+def test_rows_of_a_table_are_written_by_their_numbers(count, dtype):
+    generator = torch.Generator().manual_seed(count)
+    slots = torch.randperm(500, generator=generator)[:count]
+    rows = torch.randn(count, 96, generator=generator).to(dtype)[:, 10:90]  # with gaps between them
+    table = torch.full((500, 80), 7.0, dtype=dtype)
+    wanted = table.clone()
+    wanted[slots] = rows
+    sgl_batch_kernel.write_rows(table, slots, rows)
+    assert torch.equal(table, wanted)
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows", "message"),
+    [
+        (torch.tensor([2, 9]), torch.zeros(2, 4), "slot 9 of 9"),
+        (torch.tensor([-1]), torch.zeros(1, 4), "slot -1 of 9"),
+        (torch.tensor([1]), torch.zeros(2, 4), r"rows are Float\[2, 4\] .* for 1 slots and a table of Float\[9, 4\]"),
+        (torch.tensor([1]), torch.zeros(1, 5), r"rows are Float\[1, 5\]"),
+        (torch.tensor([1]), torch.zeros(1, 4, dtype=torch.bfloat16), r"rows are BFloat16.* a table of Float"),
+        (torch.tensor([1], dtype=torch.int32), torch.zeros(1, 4), "slots"),
+    ],
+    ids=["beyond", "below", "count", "width", "number type", "index type"],
+)
+def test_rows_that_do_not_fit_a_table_are_refused(slots, rows, message):
+    table = torch.full((9, 4), 7.0)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        sgl_batch_kernel.write_rows(table, slots, rows)
+    assert (table == 7.0).all()

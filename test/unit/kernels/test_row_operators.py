@@ -25,11 +25,25 @@ def operands(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
+def put(x: torch.Tensor) -> torch.Tensor:
+    """Copy rows to a part of wider ones, as floats; return the wider ones."""
+    wide = torch.full((ROWS, x.shape[1] + 6), 7.0)
+    kernels.put_rows_(wide[:, 2:-4], x)
+    return wide
+
+
+def put_plainly(x: torch.Tensor) -> torch.Tensor:
+    wide = torch.full((ROWS, x.shape[1] + 6), 7.0)
+    wide[:, 2:-4] = x
+    return wide
+
+
 Compute = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 CASES: dict[str, tuple[Compute, Compute]] = {
     "copy": (lambda x: kernels.copy_rows(x["part"]), lambda x: x["part"].contiguous()),
     "copy of heads": (lambda x: kernels.copy_rows(x["heads"]), lambda x: x["heads"].clone()),
     "convert": (lambda x: kernels.copy_rows(x["floats"], torch.bfloat16), lambda x: x["floats"].bfloat16()),
+    "put": (lambda x: put(x["part"]), lambda x: put_plainly(x["part"])),
     "add": (lambda x: kernels.add_rows(x["rows"], x["part"]), lambda x: x["rows"] + x["part"]),
     "add to floats": (lambda x: kernels.add_rows(x["floats"], x["rows"]), lambda x: x["floats"] + x["rows"]),
     "add a bias": (lambda x: kernels.add_rows(x["rows"], x["weight"]), lambda x: x["rows"] + x["weight"]),
@@ -73,3 +87,5 @@ def test_row_operators_refuse_what_has_no_rows() -> None:
         kernels.copy_rows(torch.tensor(1.0))
     with pytest.raises(RuntimeError, match="x is Int; use floats"):
         kernels.sigmoid_rows(torch.ones(2, 3, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match=r"x is \[2, 3\] and goes to \[2, 4\]"):
+        kernels.put_rows_(torch.zeros(2, 4), torch.zeros(2, 3))

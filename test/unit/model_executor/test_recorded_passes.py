@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sgl_batch.kernel_loader import native_kernels
-from sgl_batch.layers.attention.native_paged import PieceMetadata, attend
+from sgl_batch.layers.attention.native_paged import PieceMetadata, attend, attend_latent
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor import recorded_passes
 from sgl_batch.model_executor.batch_split import SubBatch
@@ -18,6 +18,7 @@ from sgl_batch.model_executor.group_pass import Part
 from sgl_batch.model_executor.recorded_passes import RecordedPasses
 
 HIDDEN, HEADS, DIM, EXPERTS, INTER, PAGE, PAGES, LAYERS = 64, 2, 32, 8, 32, 32, 64, 2
+LATENT, ROTATED = 24, 8
 
 
 def packed(*shape: int) -> torch.Tensor:
@@ -29,9 +30,9 @@ def packed(*shape: int) -> torch.Tensor:
 class NativeLayers:
     """Some layers of the native operators, with pages of KV of their own."""
 
-    def __init__(self, *, adds_ones: bool = False, in_torch: bool = False) -> None:
+    def __init__(self, *, adds_ones: bool = False, in_torch: bool = False, latent: bool = False) -> None:
         torch.manual_seed(0)
-        self.adds_ones, self.in_torch = adds_ones, in_torch
+        self.adds_ones, self.in_torch, self.latent = adds_ones, in_torch, latent
         self.layers = [
             SimpleNamespace(
                 norm=torch.rand(HIDDEN) + 0.5,
@@ -42,6 +43,9 @@ class NativeLayers:
                 w2=packed(EXPERTS, HIDDEN, INTER),
                 keys=torch.zeros(PAGES, HEADS, 1, DIM, PAGE, 1),
                 values=torch.zeros(PAGES, HEADS, 1, PAGE, DIM, 1),
+                latents=torch.zeros(PAGES, PAGE, LATENT + ROTATED),
+                up_keys=packed(HEADS, LATENT, DIM - ROTATED),
+                up_values=packed(HEADS, DIM, LATENT),
             )
             for _ in range(LAYERS)
         ]
@@ -56,9 +60,13 @@ class NativeLayers:
             else:
                 kernels.add_rms_norm_(hidden, residual, layer.norm, 1e-6)
             query, key, value = kernels.linear(hidden, layer.qkv).split(HIDDEN, dim=-1)
-            key, value = (rows.view(-1, HEADS, DIM) for rows in (key, value))
-            kernels.write_pages(layer.keys, layer.values, batch.out_cache_loc, key, value)
-            hidden = kernels.linear(self.attended(layer, query), layer.out)
+            if self.latent:
+                seen = self.seen_in_latents(layer, query, key, batch.out_cache_loc)
+            else:
+                key, value = (rows.view(-1, HEADS, DIM) for rows in (key, value))
+                kernels.write_pages(layer.keys, layer.values, batch.out_cache_loc, key, value)
+                seen = self.attended(layer, query)
+            hidden = kernels.linear(seen, layer.out)
             if self.adds_ones:
                 hidden = hidden + 1
             if self.in_torch:
@@ -72,6 +80,21 @@ class NativeLayers:
     def attended(self, layer: Any, query: torch.Tensor) -> torch.Tensor:
         pools, pieces = (layer.keys, layer.values), self.backend.forward_metadata
         return attend(native_kernels(), query, pools, pieces, page_size=PAGE, head_dim=DIM, scaling=0.2)
+
+    def seen_in_latents(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, kv_indices: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend as layers with latent attention do, with torch's copies between the products by head."""
+        kernels, pieces, rows = native_kernels(), self.backend.forward_metadata, len(query)
+        plain, rotated = query.view(rows, HEADS, DIM).split([DIM - ROTATED, ROTATED], dim=-1)
+        queries = query.new_empty(rows, HEADS, LATENT + ROTATED)
+        kernels.linear_by_head(plain, layer.up_keys, queries[..., :LATENT])
+        queries[..., LATENT:] = rotated.contiguous()
+        kernels.write_rows(layer.latents.flatten(0, 1), kv_indices, key[:, : LATENT + ROTATED])
+        seen = attend_latent(kernels, queries.flatten(1), layer.latents, pieces, value_dim=LATENT, scaling=0.2)
+        out = query.new_empty(rows, HEADS, DIM)
+        kernels.linear_by_head(seen.view(rows, HEADS, LATENT), layer.up_values, out)
+        return out.flatten(1)
 
 
 def shared(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -129,8 +152,9 @@ class Runs:
         return self.by_record.computed > before
 
 
-def test_results_are_those_of_computed_passes_while_groups_shrink_and_sequences_grow():
-    runs = Runs()
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
+def test_results_are_those_of_computed_passes_while_groups_shrink_and_sequences_grow(latent):
+    runs = Runs(latent=latent)
     assert [runs.computes([7 + step] * 5) for step in range(4)] == [True, True, False, False]
     assert not any(runs.computes([20 + step] * rows) for step, rows in enumerate((5, 4, 2, 1, 3, 5)))
     assert not any(runs.computes([30 + step, 3, 9]) for step in range(5))

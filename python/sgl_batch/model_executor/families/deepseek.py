@@ -30,7 +30,7 @@ class DeepseekFamily(CommunicatingFamily):
             positions=positions,
             hidden_states=hidden,
             forward_batch=batch,
-            zero_allocator=scratch_allocator(hidden.device),
+            zero_allocator=None if hidden.device.type == "cpu" else scratch_allocator(hidden.device),
         )
         clear_attention_inputs()
         return attended
