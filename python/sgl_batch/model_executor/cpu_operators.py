@@ -142,10 +142,11 @@ class CpuOperators:
 
     def recorded_passes(self, attn_backend: AttentionBackend) -> RecordedPasses | None:
         """Make the record of decode passes of a rank that computes alone; None where none can be recorded."""
-        pool = getattr(attn_backend, "pool", None)
+        pool: object = getattr(attn_backend, "pool", None)
         native = self.expert_runner == "native" and not self.streams_weights
-        known = isinstance(pool, (DevicePagePool, LatentPagePool)) and pool.native_layout
-        if self._kernels is None or not native or not known:
+        if self._kernels is None or not native or not isinstance(pool, (DevicePagePool, LatentPagePool)):
+            return None
+        if not pool.native_layout:
             return None
 
         def version() -> object:
