@@ -41,8 +41,8 @@ def is_of_experts(name: str) -> bool:
 class DirectExperts:
     """A `WeightWatch` around another one, which reads the experts of the model that it sees loaded.
 
-    The model is made inside `unloaded_experts`. Where its experts have no form that the threads take, or what they find
-    in the files is not of it, parameters get memory and are loaded as all others are.
+    The model is made inside `unloaded_experts`. Where the threads do not take the form of its experts, or find numbers
+    that do not have it, the parameters get memory and are loaded as all others are.
 
     Args:
         watch: the other one.
@@ -107,19 +107,15 @@ class DirectExperts:
         return read
 
     def _begin(self, files: Sequence[str]) -> None:
+        """Begin to read the experts in `files`, or give their parameters memory."""
         self._layers = expert_layers(self._model)
+        # Asked before scales are read, which brings parts of the files to the page cache.
         past_cache = files_to_read_past_it([Path(file) for file in files])
-        try:
-            if not self._may_read(self._model):
-                raise ConfigError(f"{type(self._model).__name__} may compute with weights as they are loaded")
-            found = ModelExperts.of(self._model, files, self._shard, self._form)
-            self._packed_form = grouped_form(found.locations)
-            if self._packed_form is None:
-                raise ConfigError("experts are not quantised")
-        except ConfigError as error:
-            logger.debug("experts are loaded as other weights are: %s", error)
+        known = self._known_experts(files) if self._may_read(self._model) else None
+        if known is None:
             self._give_memory()
             return
+        found, self._packed_form = known
         layers, experts = found.shape
         self._slots = ExpertSlots(
             found.locations,
@@ -131,6 +127,16 @@ class DirectExperts:
         self._expert_bytes = found.locations.expert_bytes
         for layer in range(layers):
             self._slots.ask(layer, range(experts), urgent=False)
+
+    def _known_experts(self, files: Sequence[str]) -> tuple[ModelExperts, GroupedForm] | None:
+        """Return the experts and their form in memory; None if the threads do not take them."""
+        try:
+            found = ModelExperts.of(self._model, files, self._shard, self._form)
+            form = grouped_form(found.locations)
+        except ConfigError as error:
+            logger.debug("experts are loaded as other weights are: %s", error)
+            return None
+        return None if form is None else (found, form)
 
     def _all_read(self, slots: ExpertSlots) -> bool:
         """Wait for the threads, and return whether all experts are there."""
