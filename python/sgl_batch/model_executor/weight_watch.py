@@ -36,6 +36,8 @@ from sgl_batch.weights.loaded_weights import LoadedWeights
 from sgl_batch.weights.shared_weights import SharedWeights
 from sgl_batch.weights.unloaded_experts import is_expert_parameter, unloaded_experts
 
+# Threads that read and pack while a model is loaded: more than cores, since some wait for the disk.
+_LEAST_READERS = 8
 # SGLang's, in which it reads safetensors where there are any.
 _SAFETENSORS_FORMATS = ("auto", "safetensors")
 
@@ -67,7 +69,7 @@ def loading_checkpoint(
 ) -> Iterator[list[str]]:
     """Inside, SGLang loads a model as this rank has it. Experts that are not `resident` stay in their files.
 
-    On a CPU, quantised ones that are resident are read by `num_threads` threads of their own.
+    On a CPU, quantised ones that are resident are read by threads of their own, at least `num_threads`.
 
     Yields the safetensors files: see `loading_weights`.
     """
@@ -101,7 +103,7 @@ def _direct_experts(
         watch,
         form,
         shard=0 if rank_context is None else rank_context.expert_shard,
-        num_threads=max(num_threads, torch.get_num_threads()),
+        num_threads=max(num_threads, torch.get_num_threads(), _LEAST_READERS),
         may_read=_is_known,
         adopt=operators.adopt_packed,
     )
