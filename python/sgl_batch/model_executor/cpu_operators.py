@@ -10,6 +10,7 @@ import torch
 
 from sgl_batch.checkpoint.quantised import is_kept_as_floats
 from sgl_batch.config import ForwardConfig, MemoryConfig
+from sgl_batch.core.model_numbers import number
 from sgl_batch.core.start_choices import Choice
 from sgl_batch.distributed.shared_arena import SharedArena
 from sgl_batch.errors import ConfigError
@@ -59,6 +60,9 @@ from sgl_batch.weights.weight_streamer import WeightStreamer
 
 _CODED_ISAS = ("amx_bf16", "avx512_bf16")
 """Instruction sets whose tiles decode weights as they multiply, so that codes make decode faster and nothing slower."""
+
+_LATENT_ROWS_KEPT = 3
+"""Of a head in a layer's record, in rows of latents: its query before and over them, and the results likewise."""
 
 _LOGPROB_BYTES = 80 << 20
 """Of prompts' logits at a time: several times as much stays in the memory that freed tensors leave to the next."""
@@ -140,14 +144,20 @@ class CpuOperators:
         """The split that products and attention read in each pass; None without the native kernels."""
         return None if self._kernels is None else self._weights.split
 
-    def recorded_passes(self, attn_backend: AttentionBackend) -> RecordedPasses | None:
-        """Make the record of decode passes of a rank that computes alone; None where none can be recorded."""
+    def recorded_passes(self, attn_backend: AttentionBackend, config: object) -> RecordedPasses | None:
+        """Make the record of decode passes of a rank that computes alone; None where none can be recorded.
+
+        `config`: Hugging Face's of the model.
+        """
         pool: object = getattr(attn_backend, "pool", None)
         native = self.expert_runner == "native" and not self.streams_weights
         if self._kernels is None or not native or not isinstance(pool, (DevicePagePool, LatentPagePool)):
             return None
         if not pool.native_layout:
             return None
+
+        heads = number(lambda name: getattr(config, name, None), "num_attention_heads")
+        row = pool.row_dim if isinstance(pool, LatentPagePool) else 0
 
         def version() -> object:
             return self._weights.version, *(part.data_ptr() for part in pool.page_parts(0))
@@ -158,6 +168,7 @@ class CpuOperators:
             counters=self._counters,
             version=version,
             num_layers=pool.layer_num,
+            latent_numbers=_LATENT_ROWS_KEPT * heads * row,
         )
 
     def split_experts(self, model: torch.nn.Module, split: ColumnSplit) -> SplitExperts:
@@ -264,7 +275,7 @@ class CpuOperators:
     @property
     def takes_packed_experts(self) -> bool:
         """Whether `adopt_packed` may be called: experts compute in 4 and 8 bits where a checkpoint has them so."""
-        return self._grouped and self._kernels is not None and self.expert_runner == "native" and self._streamer is None
+        return self._grouped and self._kernels is not None and self.expert_runner == "native"
 
     def adopt_packed(self, layer: ExpertLayer, form: GroupedForm, data: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Take a layer's experts, which are packed in this form: [E, 2I, any] and [E, M, any]."""

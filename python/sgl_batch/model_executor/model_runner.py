@@ -239,6 +239,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         config, operators, reports = self.context.config, self.context.cpu_operators, reports_choices(self.server_args)
         on_yield = make_yield_callback(config, self.token_to_kv_pool, self.req_to_token_pool.req_to_token)
         alone = self._rank_context is None and on_yield is None and not reports
+        hf = self.model_config.hf_text_config
         self.layer_runner = LayerRunner(
             model=self.model,
             family=family,
@@ -251,7 +252,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             layer_graphs=self._make_layer_graphs(),
             on_yield=on_yield,
             split=None if operators is None else operators.split,
-            recorded=operators.recorded_passes(self.attn_backend) if operators is not None and alone else None,
+            recorded=operators.recorded_passes(self.attn_backend, hf) if operators is not None and alone else None,
             all_rows=reports,
         )
         self._layer_graphs = self.layer_runner.layer_graphs

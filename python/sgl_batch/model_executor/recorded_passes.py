@@ -85,7 +85,8 @@ class RecordedPasses:
     """The record of one model's decode passes, if there is one.
 
     `kernels`: the module `sgl_batch_kernel`. `attn_backend`: the native attention backend, whose metadata are
-    `PieceMetadata`. `num_layers`: of the model, by which the memory of a record is estimated.
+    `PieceMetadata`. `num_layers`: of the model, by which the memory of a record is estimated. `latent_numbers`: those
+    that queries and results over latents have in a row.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class RecordedPasses:
         counters: Counters,
         version: Version,
         num_layers: int,
+        latent_numbers: int = 0,
     ) -> None:
-        self._kernels, self._attn_backend, self._num_layers = kernels, attn_backend, num_layers
+        self._kernels, self._attn_backend = kernels, attn_backend
+        self._num_layers, self._latent_numbers = num_layers, latent_numbers
         self._counters, self._version = counters, version
         self._record: _Record | None = None
         self._last_rows = 0
@@ -117,10 +120,15 @@ class RecordedPasses:
             return compute([part], hidden)
         if self._record is not None and self._record.inputs.has_room(rows, pieces):
             return self._again(self._record, sub.forward_batch, pieces, hidden)
-        if grows or hidden.nbytes * self._num_layers * _ROWS_KEPT_A_LAYER > _MOST_BYTES:
+        if grows or self._bytes_of_record(hidden) > _MOST_BYTES:
             return compute([part], hidden)
         self._record = None
         return self._computed_and_recorded(part, pieces, hidden, version, compute)
+
+    def _bytes_of_record(self, hidden: torch.Tensor) -> int:
+        """Return about how many bytes the record of a pass over these rows keeps."""
+        rows, width = hidden.shape
+        return rows * self._num_layers * (_ROWS_KEPT_A_LAYER * width + self._latent_numbers) * hidden.itemsize
 
     def _again(self, record: _Record, batch: ForwardBatch, pieces: PieceMetadata, hidden: torch.Tensor) -> torch.Tensor:
         record.inputs.load(batch, pieces, hidden)

@@ -129,7 +129,7 @@ def decode_part(lengths: list[int], step: int) -> tuple[Part, torch.Tensor]:
 class Runs:
     """The same passes by a record and computed."""
 
-    def __init__(self, **layers: bool) -> None:
+    def __init__(self, *, latent_numbers: int = 0, **layers: bool) -> None:
         self.by_record, self.by_hand = (NativeLayers(**layers) for _ in range(2))
         self.version, self.step = 0, 0
         self.passes = RecordedPasses(
@@ -138,6 +138,7 @@ class Runs:
             counters=self.by_record.counters,
             version=lambda: self.version,
             num_layers=LAYERS,
+            latent_numbers=latent_numbers,
         )
 
     def computes(self, lengths: list[int]) -> bool:
@@ -211,6 +212,9 @@ def test_groups_whose_record_would_take_too_much_memory_are_computed(monkeypatch
     monkeypatch.setattr(recorded_passes, "_MOST_BYTES", 3 * row_bytes)
     runs = Runs()
     assert [runs.computes([5] * rows) for rows in (4, 4, 4, 3, 3, 2)] == [True, True, True, True, False, False]
+    # Rows over latents are twice as wide here, in all.
+    runs = Runs(latent=True, latent_numbers=HIDDEN * recorded_passes._ROWS_KEPT_A_LAYER)
+    assert [runs.computes([5] * rows) for rows in (2, 2, 2, 1, 1)] == [True, True, True, True, False]
 
 
 def test_operators_of_torch_on_rows_between_native_ones_are_recorded():
