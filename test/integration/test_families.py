@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
 STORE: dict[str, Any] = {"kv_store_bytes": 64 << 20, "kv_store_checksums": True, "decode_kv": "resident"}
 MIXED = {"mix_prefill": 2 * PAGE, "b_moe_decode": 4, "b_attn_decode": 3, "ready_ahead": 0.0}
 SAMPLED = {"temperature": 0.8, "sampling_seed": 7, "n": 2, "max_new_tokens": 12, "ignore_eos": True}
-# Their decode KV is streamed, so that no pass runs from a record; nor does one with latent attention.
+# Their decode KV is streamed, so that no pass runs from a record.
 STREAMED = ("qwen2", "mistral")
 EXPERTS = tuple(family for family in FAMILIES if family.experts)
 

@@ -78,11 +78,12 @@ class DirectExperts:
         """Load `weights`, which `reading` gives; the experts that it leaves out are the model's when this returns."""
         self._model = model
         self._watch.load(model, weights, load_weights)
-        if self._slots is None:
+        slots, self._slots = self._slots, None  # whose files are closed when this returns
+        if slots is None:
             return
         assert self._packed_form is not None, "slots have a form"
-        self._slots.close()
-        tensors, experts = self._slots.tensors, len(self._layers[0].w2_weight)
+        slots.close()
+        tensors, experts = slots.tensors, len(self._layers[0].w2_weight)
         for index, layer in enumerate(self._layers):
             own = slice(index * experts, (index + 1) * experts)
             self._adopt(layer, self._packed_form, (tensors.w13[own], tensors.w2[own]))

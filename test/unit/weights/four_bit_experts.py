@@ -1,4 +1,4 @@
-"""Small checkpoints of experts whose matrices are integers of 4 bits, rounded in one of the published forms."""
+"""Small checkpoints of experts, rounded in one of the published forms, mostly to integers of 4 bits."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ def fail_for(locations: ExpertLocations, expert: int, message: str) -> None:
     slots.close()
 
 
-def loaded_whole(file: Path, form: QuantisedForm) -> dict[str, torch.Tensor]:
+def loaded_whole(file: Path, form: QuantisedForm, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """Return all numbers of a file, as a load has them. Each tensor's memory is used again, unless it is kept."""
-    return {name: one.clone() for name, one in Dequantised(form, torch.bfloat16)([str(file)], load_file(file).items())}
+    return {name: one.clone() for name, one in Dequantised(form, dtype)([str(file)], load_file(file).items())}
 
 
 def numbers_of(locations: ExpertLocations, slots: SlotTensors) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

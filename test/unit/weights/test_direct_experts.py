@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from four_bit_experts import EXPERTS, HIDDEN, INTER, Tensors, checkpoint, form_of, reorder, set_zero_point
+from expert_modules import Experts, expert_layers
+from four_bit_experts import EXPERTS, HIDDEN, INTER, Tensors, checkpoint, form_of, found, reorder, set_zero_point
 from safetensors.torch import load_file, save_file
-from streamed_slots import MODULE, loaded_whole
+from streamed_slots import MODULE, grouped, loaded_whole, numbers_of
 
 pytest.importorskip("sgl_batch_kernel.expert_loader")
 
-from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.small_weights import GroupedForm
 from sgl_batch.weights import direct_experts, model_experts
 from sgl_batch.weights.dequantised import Dequantised
 from sgl_batch.weights.direct_experts import DirectExperts
+from sgl_batch.weights.expert_slots import SlotTensors
 from sgl_batch.weights.load_share import LoadShare
 from sgl_batch.weights.page_cache import cached_share
 from sgl_batch.weights.unloaded_experts import unloaded_experts
@@ -27,22 +28,9 @@ from sgl_batch.weights.unloaded_experts import unloaded_experts
 OTHER = "model.norm.weight"
 
 
-class Experts(torch.nn.Module):
-    """A layer of experts as SGLang declares it."""
-
-    def __init__(self, experts: int, dtype: torch.dtype, hidden: int, inter: int) -> None:
-        super().__init__()
-        w13, w2 = (experts, 2 * inter, hidden), (experts, hidden, inter)
-        self.w13_weight, self.w2_weight = (
-            torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False) for shape in (w13, w2)
-        )
-        plain = {"gemm1_alpha": None, "gemm1_clamp_limit": None, "gate_up_interleaved": False}
-        self.quant_method = SimpleNamespace(moe_runner_config=SimpleNamespace(**plain))
-
-
-def model_of(*shape: Any) -> torch.nn.Module:
+def model_of(experts: int, dtype: torch.dtype, *, hidden: int, inter: int) -> torch.nn.Module:
     with unloaded_experts():
-        inner: torch.nn.Module = Experts(*shape)
+        inner: torch.nn.Module = Experts(experts, dtype, hidden=hidden, inter=inter)
     for name in reversed(MODULE.split(".")):
         inner = torch.nn.ModuleDict({name: inner})
     return inner
@@ -50,11 +38,6 @@ def model_of(*shape: Any) -> torch.nn.Module:
 
 @pytest.fixture(autouse=True)
 def these_are_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own class of experts needs its whole process."""
-
-    def expert_layers(model: torch.nn.Module) -> list[Experts]:
-        return [module for module in model.modules() if isinstance(module, Experts)]
-
     monkeypatch.setattr(model_experts, "expert_layers", expert_layers)
     monkeypatch.setattr(direct_experts, "expert_layers", expert_layers)
 
@@ -76,8 +59,8 @@ class Load:
         self.loaded: dict[str, torch.Tensor] = {}
         self.had_memory = False  # parameters of experts, when the other tensor came
         self.adopted: list[tuple[GroupedForm, torch.Tensor, torch.Tensor]] = []
-        self.model, self.dtype = model_of(experts, dtype, hidden, inter), dtype
-        self.layer = next(one for one in self.model.modules() if isinstance(one, Experts))
+        self.model, self.dtype = model_of(experts, dtype, hidden=hidden, inter=inter), dtype
+        [self.layer] = expert_layers(self.model)
         self.loads = LoadShare(range(shard * experts, (shard + 1) * experts))
         self.direct = DirectExperts(
             self, form_of(path), shard=shard, num_threads=2, may_read=lambda _: may_read, adopt=self.adopt
@@ -107,16 +90,16 @@ class Load:
         self.adopted.append((form, *data))
 
 
+def open_files() -> list[str]:
+    """Return the links of this process's open files."""
+    found = [f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd")]
+    return [one for one in found if os.path.islink(one)]
+
+
 def with_other(path: Path) -> Path:
     file = path / "model.safetensors"
     save_file({**load_file(file), OTHER: torch.arange(8.0)}, file, {"format": "pt"})
     return path
-
-
-def numbers(form: GroupedForm, data: torch.Tensor, inputs: int) -> torch.Tensor:
-    kernels = native_kernels()
-    assert kernels is not None
-    return form.unpack(kernels, data, inputs)
 
 
 @pytest.mark.parametrize(("experts", "shard"), [(EXPERTS, 0), (1, 2)])
@@ -128,15 +111,14 @@ def test_experts_of_a_shard_are_packed_with_the_numbers_of_their_floats(
     whole = loaded_whole(path / "model.safetensors", form_of(path))
     load = Load(path, experts=experts, shard=shard)
     assert list(load.loaded) == [OTHER]
+    assert not any("safetensors" in os.readlink(one) for one in open_files()), "no file stays open"
     assert load.layer.w13_weight.untyped_storage().nbytes() == 2, "nobody gives it memory but who adopts"
     [(packed_form, w13, w2)] = load.adopted
-    assert (len(w13), len(w2)) == (experts, experts)
-    gate_up = numbers(packed_form, w13.view(2 * experts, INTER, -1), HIDDEN)
-    down = numbers(packed_form, w2, INTER)
-    for index in range(experts):
-        own = [gate_up[2 * index], gate_up[2 * index + 1], down[index]]
-        for name, found in zip(("gate", "up", "down"), own, strict=True):
-            assert torch.equal(found, whole[f"{MODULE}.{shard * experts + index}.{name}_proj.weight"])
+    locations = found(path)
+    assert (packed_form, len(w13)) == (grouped(locations), experts)
+    for index, matrices in enumerate(numbers_of(locations, SlotTensors(w13=w13, w2=w2))):
+        for name, one in zip(("gate", "up", "down"), matrices, strict=True):
+            assert torch.equal(one, whole[f"{MODULE}.{shard * experts + index}.{name}_proj.weight"])
 
 
 def spoil_code(tensors: Tensors) -> None:
@@ -163,12 +145,7 @@ def test_others_are_loaded_as_other_weights(
 ) -> None:
     path = with_other(checkpoint(tmp_path, form, change=change))
     load = Load(path, **more)
-    whole = {
-        name: one.clone()
-        for name, one in Dequantised(form_of(path), load.dtype)(
-            [str(path / "model.safetensors")], load_file(path / "model.safetensors").items()
-        )
-    }
+    whole = loaded_whole(path / "model.safetensors", form_of(path), load.dtype)
     assert load.adopted == []
     assert load.loaded.keys() == whole.keys()
     assert all(torch.equal(one.nan_to_num(7), whole[name].nan_to_num(7)) for name, one in load.loaded.items())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from expert_modules import Experts, expert_layers
 from safetensors.torch import save_file
 
 pytest.importorskip("sgl_batch_kernel.expert_loader")
@@ -23,22 +23,11 @@ LAYERS, EXPERTS, HIDDEN, INTER = 3, 4, 16, 8
 EXPERT_BYTES = 3 * HIDDEN * INTER * 2
 
 
-class Experts(torch.nn.Module):
-    """A layer of experts as SGLang declares it, with `experts` of them on this rank."""
-
-    def __init__(self, experts: int, dtype: torch.dtype, inter: int = INTER) -> None:
-        super().__init__()
-        self.w13_weight = torch.nn.Parameter(torch.zeros(experts, 2 * inter, HIDDEN, dtype=dtype), requires_grad=False)
-        self.w2_weight = torch.nn.Parameter(torch.zeros(experts, HIDDEN, inter, dtype=dtype), requires_grad=False)
-        plain = {"gemm1_alpha": None, "gemm1_clamp_limit": None, "gate_up_interleaved": False}
-        self.quant_method = SimpleNamespace(moe_runner_config=SimpleNamespace(**plain))
-
-
 class Layer(torch.nn.Module):
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, experts: int, dtype: torch.dtype, inter: int) -> None:
         super().__init__()
         self.gate = torch.nn.Linear(HIDDEN, EXPERTS)
-        self.experts = Experts(*args)
+        self.experts = Experts(experts, dtype, hidden=HIDDEN, inter=inter)
 
 
 def model(experts: int = EXPERTS, dtype: torch.dtype = torch.bfloat16, inter: int = INTER) -> torch.nn.Module:
@@ -62,11 +51,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def these_are_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own class of experts needs its whole process."""
-
-    def expert_layers(model: torch.nn.Module) -> list[Experts]:
-        return [module for module in model.modules() if isinstance(module, Experts)]
-
     monkeypatch.setattr(model_experts, "expert_layers", expert_layers)
 
 
@@ -94,7 +78,7 @@ def test_experts_in_their_files_take_no_memory_and_keep_their_shape() -> None:
         weights["layers.0.experts.w2_weight"].copy_(torch.ones(EXPERTS, HIDDEN, INTER))
     gate = built.get_parameter("layers.0.gate.weight")
     assert gate.untyped_storage().nbytes() == gate.numel() * 4
-    after = Experts(EXPERTS, torch.bfloat16)
+    after = Experts(EXPERTS, torch.bfloat16, hidden=HIDDEN, inter=INTER)
     assert after.w2_weight.untyped_storage().nbytes() == after.w2_weight.numel() * 2, (
         "outside, parameters have all their memory"
     )
