@@ -11,7 +11,7 @@ from sgl_batch.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 # The versions of the interfaces that this package calls: of the module, and of its loader of experts.
-_INTERFACE = 19
+_INTERFACE = 20
 _LOADER_INTERFACE = 4
 
 BUILD_KERNELS = "build them with scripts/install, or with a GPU: `pip install --no-build-isolation ./sgl-kernel`"

@@ -109,6 +109,8 @@ def test_bfloat16_tokens_of_two_ranks_are_those_of_one(batch_engine: Callable[..
     one = generate(batch_engine(FAMILIES[0], 7, dtype="bfloat16"), prompts)
     engine = batch_engine(FAMILIES[0], 7, dtype="bfloat16", **ranks(2))
     assert generate(engine, prompts) == one
+    counters = [rank["counters"] for rank in engine.batch_stats()["ranks"]]
+    assert all(counts["recorded_passes"] > 0 for counts in counters), "ranks decode from records"
     assert share_weights(engine)
     with held_up_at_random(rank_processes(engine)):
         assert generate(engine, prompts) == one

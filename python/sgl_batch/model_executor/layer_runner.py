@@ -30,6 +30,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ class LayerRunner:
             Passes with a decode source or with prompts run eagerly.
         on_yield: Called after the attention of a sub-batch in each layer. KV must be in the pool's own pages.
         split: What products and attention read in a pass that ranks share; None where none can be shared.
-        recorded: Runs decode passes of one sub-batch from a record, where there is neither `exchange` nor `on_yield`.
+        recorded: Runs decode passes of one sub-batch and passes without rows from a record, where `on_yield` is None
+            and ranks exchange rows through shared memory, if they do.
 
     Attributes that the caller sets between two passes:
         expert_calls: How many expert calls each layer takes on every rank; all ranks set the same number.
@@ -113,7 +115,7 @@ class LayerRunner:
         self.prefill_sink: Staging | None = None
         self.decode_source: Staging | None = None
         self._split = split
-        assert recorded is None or (exchange is None and on_yield is None), "no record exchanges rows or calls a user"
+        assert recorded is None or on_yield is None, "no record calls a user"
         self._recorded = recorded
         self.all_rows = all_rows
         self.partition: PartitionSet | None = None
@@ -209,11 +211,15 @@ class LayerRunner:
         return self._run_units(parts, hidden)
 
     def _may_be_recorded(self, parts: Sequence[Part]) -> bool:
-        """Return whether a pass is one decode sub-batch and one expert call a layer, for this rank alone."""
+        """Return whether a pass is one decode sub-batch and one expert call a layer, and not shared with other ranks."""
         batch, limits = parts[0].batch, self.plan.decode
         one = len(parts) == 1 and batch.forward_mode.is_decode() and len(parts[0].sub_batches) == 1
         own = self.partition is None and self.order is static_order and self.decode_source is None
-        return one and own and len(batch.input_ids) <= limits.expert_rows
+        return one and own and self._makes_one_call() and len(batch.input_ids) <= limits.expert_rows
+
+    def _makes_one_call(self) -> bool:
+        """Return whether the ranks, if there are others, have agreed on one expert call a layer."""
+        return self.exchange is None or self.expert_calls == 1
 
     def _parts(self, batches: Sequence[ForwardBatch], read: Sequence[list[int] | None]) -> list[Part]:
         parts, first_row = [], 0
@@ -252,10 +258,16 @@ class LayerRunner:
             return
         nothing = torch.empty(0, hidden_size, dtype=dtype, device=device)
         self.counters.add("forwards_without_rows")
+        if self._recorded is not None and self._makes_one_call():
+            self._recorded.run_without_rows(partial(self._exchange_nothing, self.exchange, nothing))
+        else:
+            self._exchange_nothing(self.exchange, nothing)
+
+    def _exchange_nothing(self, exchange: ExpertExchange, nothing: torch.Tensor) -> None:
         for layer in self.family.layers(self.model):
             with self.counters.clock.part(self.expert_part):
                 for _ in range(self.expert_calls):
-                    self.exchange.run(self.family, layer, nothing, None)
+                    exchange.run(self.family, layer, nothing, None)
 
     def _init_attn_metadata(self, parts: Sequence[Part]) -> None:
         share_scratch = getattr(self.attn_backend, "share_scratch", None)

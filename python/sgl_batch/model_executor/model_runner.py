@@ -227,8 +227,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
         family = family_of(self.model)
         if family is None:
             # For models whose config could not be read before the start.
-            has_experts = bool(expert_layers(self.model))
-            num_ranks = self.context.num_ranks if has_experts else 1
+            num_ranks = self.context.num_ranks if expert_layers(self.model) else 1
             check_without_adapter(type(self.model).__name__, self.context.config, num_ranks=num_ranks)
             return
         if not self._can_reenter:
@@ -238,8 +237,10 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             )
         config, operators, reports = self.context.config, self.context.cpu_operators, reports_choices(self.server_args)
         on_yield = make_yield_callback(config, self.token_to_kv_pool, self.req_to_token_pool.req_to_token)
-        alone = self._rank_context is None and on_yield is None and not reports
-        hf = self.model_config.hf_text_config
+        in_memory = self._rank_context is None or self._token_dispatcher(self._rank_context) == "shared"
+        recorded = None
+        if operators is not None and in_memory and on_yield is None and not reports:
+            recorded = operators.recorded_passes(self.attn_backend, self.model_config.hf_text_config)
         self.layer_runner = LayerRunner(
             model=self.model,
             family=family,
@@ -252,7 +253,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             layer_graphs=self._make_layer_graphs(),
             on_yield=on_yield,
             split=None if operators is None else operators.split,
-            recorded=operators.recorded_passes(self.attn_backend, hf) if operators is not None and alone else None,
+            recorded=recorded,
             all_rows=reports,
         )
         self._layer_graphs = self.layer_runner.layer_graphs
@@ -261,7 +262,7 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
                 self._rank_context,
                 self._counters,
                 device=self.device,
-                through_memory=self._token_dispatcher(self._rank_context) == "shared",
+                through_memory=in_memory,
                 split_experts=self._split_experts(),
             )
 
@@ -336,13 +337,12 @@ class BatchModelRunner(ModelRunner):  # type: ignore[misc]
             return None
         memory, pool = self.context.config.memory, self.token_to_kv_pool
         page_size = self.server_args.page_size
-        page_bytes = page_size * self.kv_token_bytes
         return PassMemory(
             streamer,
             self.context.in_force,
             model_shape(self.model_config),
             UntouchedPages(pool.all_parts, pool.layer_num, page_size, all_at_once=memory.kv_store_bytes > 0),
-            staged_bytes=2 * page_bytes // pool.layer_num if self._stages_prompts else 0,
+            staged_bytes=2 * page_size * self.kv_token_bytes // pool.layer_num if self._stages_prompts else 0,
             budget=memory.process_bytes,
             num_ranks=self.context.num_ranks,
         )

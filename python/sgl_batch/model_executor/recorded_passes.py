@@ -5,6 +5,9 @@ of them do. The first pass that has no more rows than the one before is computed
 the native library records its calls. Later passes with as many rows or fewer copy their inputs there and make the calls
 again: the same kernels over the same weights, with the same bits.
 
+Where ranks exchange rows through memory that they share, the exchange is among the calls, and what comes from other ranks
+differs from pass to pass. A pass without rows, in which a rank computes for others alone, has a record of its own.
+
 Some of torch's operators on rows lie between the native calls, and are made native calls themselves: their bits stay.
 A pass whose layers compute with anything but recordable operators and views is not recorded, and no other is tried.
 """
@@ -13,8 +16,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +38,8 @@ Compute = Callable[[Sequence[Part], torch.Tensor], torch.Tensor]
 Version = Callable[[], object]
 """Changes whenever weights or KV pages may lie elsewhere, or weights may be packed anew."""
 
+_Out = TypeVar("_Out")
+
 _RECORDED = frozenset(
     f"sgl_batch_kernel::{name}"
     for name in (
@@ -41,6 +47,8 @@ _RECORDED = frozenset(
         "add_rows",
         "attention",
         "copy_rows",
+        "exchange_combine",
+        "exchange_dispatch",
         "experts",
         "experts_int8",
         "latent_attention",
@@ -72,7 +80,7 @@ _OTHERS = frozenset(
     )
 )
 
-_PARTS = ("attention", "router", "experts")
+_PARTS = ("attention", "router", "experts", "exchange")
 _MATRIX = 2
 
 # A record keeps the rows between all calls apart: in each layer about as many numbers as this many hidden states.
@@ -82,7 +90,7 @@ _MOST_BYTES = 256 << 20
 
 
 class RecordedPasses:
-    """The record of one model's decode passes, if there is one.
+    """The record of one model's decode passes, if there is one, and that of its passes without rows.
 
     `kernels`: the module `sgl_batch_kernel`. `attn_backend`: the native attention backend, whose metadata are
     `PieceMetadata`. `num_layers`: of the model, by which the memory of a record is estimated. `latent_numbers`: those
@@ -103,6 +111,8 @@ class RecordedPasses:
         self._num_layers, self._latent_numbers = num_layers, latent_numbers
         self._counters, self._version = counters, version
         self._record: _Record | None = None
+        self._without_rows: _Calls | None = None
+        self._seen_version: object = None
         self._last_rows = 0
         self._is_recordable = True
 
@@ -112,10 +122,8 @@ class RecordedPasses:
         Returns the hidden states after the last norm, which are the caller's.
         """
         sub, rows = part.sub_batches[0], len(hidden)
-        pieces, version = sub.attn_metadata, self._version()
-        if self._record is not None and self._record.version != version:
-            self._record = None
-        grows, self._last_rows = rows > self._last_rows, rows
+        pieces, is_first = sub.attn_metadata, self._is_first_of_version()
+        grows, self._last_rows = is_first or rows > self._last_rows, rows
         if not (self._is_recordable and isinstance(pieces, PieceMetadata) and _is_as_read(sub.forward_batch)):
             return compute([part], hidden)
         if self._record is not None and self._record.inputs.has_room(rows, pieces):
@@ -123,7 +131,28 @@ class RecordedPasses:
         if grows or self._bytes_of_record(hidden) > _MOST_BYTES:
             return compute([part], hidden)
         self._record = None
-        return self._computed_and_recorded(part, pieces, hidden, version, compute)
+        return self._computed_and_recorded(part, pieces, hidden, compute)
+
+    def run_without_rows(self, compute: Callable[[], None]) -> None:
+        """Take part in a pass of other ranks, with one expert call a layer. `compute` does it by hand."""
+        is_first = self._is_first_of_version()
+        if self._without_rows is not None:
+            self._make(self._without_rows, 0)
+        elif self._is_recordable and not is_first:
+            _, self._without_rows = self._recorded(0, compute)
+        else:
+            compute()
+
+    def _is_first_of_version(self) -> bool:
+        """Return whether weights or pages lie elsewhere than in the last pass, and drop the records of those if so.
+
+        The first pass over new weights may prepare some of them, which is no part of a pass.
+        """
+        version = self._version()
+        if version == self._seen_version:
+            return False
+        self._seen_version, self._record, self._without_rows = version, None, None
+        return True
 
     def _bytes_of_record(self, hidden: torch.Tensor) -> int:
         """Return about how many bytes the record of a pass over these rows keeps."""
@@ -132,57 +161,70 @@ class RecordedPasses:
 
     def _again(self, record: _Record, batch: ForwardBatch, pieces: PieceMetadata, hidden: torch.Tensor) -> torch.Tensor:
         record.inputs.load(batch, pieces, hidden)
-        seconds = np.bincount(record.part_of_call, self._kernels.record_run(record.number, len(hidden)), len(_PARTS))
-        for part, spent in zip(_PARTS, seconds.tolist(), strict=True):
-            self._counters.clock.spent(spent, part)
-        for rows_per_expert in record.rows_per_expert:
-            self._counters.add_expert_call(rows_per_expert)
-        self._counters.add("recorded_passes")
+        self._make(record.calls, len(hidden))
         return record.out[: len(hidden)].clone()
 
+    def _make(self, calls: _Calls, rows: int) -> None:
+        """Make the calls of a record, with its first rows."""
+        spent_s, waited_s = self._kernels.record_run(calls.number, rows)
+        seconds = np.bincount(calls.part_of_call, spent_s, len(_PARTS))
+        for part, spent in zip(_PARTS, seconds.tolist(), strict=True):
+            self._counters.clock.spent(spent, part)
+        self._counters.clock.shift(waited_s, source="exchange", target="stall")
+        for rows_per_expert in calls.rows_per_expert:
+            self._counters.add_expert_call(rows_per_expert)
+        self._counters.add("recorded_passes")
+
     def _computed_and_recorded(
-        self, part: Part, pieces: PieceMetadata, hidden: torch.Tensor, version: object, compute: Compute
+        self, part: Part, pieces: PieceMetadata, hidden: torch.Tensor, compute: Compute
     ) -> torch.Tensor:
         sub = part.sub_batches[0]
         inputs = _Inputs(sub.forward_batch, pieces, hidden)
         batch = inputs.batch(sub.forward_batch)
         own = replace(part, batch=batch, sub_batches=[replace(sub, forward_batch=batch, attn_metadata=inputs.pieces)])
         self._attn_backend.forward_metadata = inputs.pieces
-        watch = _Watch(self._kernels, len(hidden))
-        self._kernels.record_begin(len(hidden))
+        out, calls = self._recorded(len(hidden), lambda: compute([own], inputs.hidden))
+        if calls is not None:
+            self._record = _Record(calls, inputs, out)
+        return out.clone()
+
+    def _recorded(self, rows: int, compute: Callable[[], _Out]) -> tuple[_Out, _Calls | None]:
+        """Compute something over so many rows; return what it gives, and its calls if they can be made again."""
+        watch = _Watch(self._kernels, rows)
+        self._kernels.record_begin(rows)
         try:
             with self._counters.counting_later() as rows_per_expert, watch:
-                out = compute([own], inputs.hidden)
+                out = compute()
         except BaseException:
             self._kernels.record_end(keep=False)
             raise
         number = self._kernels.record_end(keep=watch.is_recordable)
         self._is_recordable = number is not None
-        for rows in rows_per_expert:
-            self._counters.add_expert_call(rows)
-        if number is not None:
-            self._record = _Record(self._kernels, number, inputs, out, rows_per_expert, version)
-            self._counters.add("passes_recorded")
-        return out.clone()
+        for counted in rows_per_expert:
+            self._counters.add_expert_call(counted)
+        if number is None:
+            return out, None
+        self._counters.add("passes_recorded")
+        return out, _Calls(self._kernels, number, rows_per_expert)
 
 
-class _Record:
-    """A recorded pass: its inputs, its output, and the memory in which each expert call counts its rows."""
+class _Calls:
+    """The native calls of a pass, and the memory in which each expert call counts its rows."""
 
-    def __init__(
-        self,
-        kernels: ModuleType,
-        number: int,
-        inputs: _Inputs,
-        out: torch.Tensor,
-        rows_per_expert: list[torch.Tensor],
-        version: object,
-    ) -> None:
-        self.number, self.inputs, self.out, self.version = number, inputs, out, version
-        self.rows_per_expert = list(rows_per_expert)
+    def __init__(self, kernels: ModuleType, number: int, rows_per_expert: list[torch.Tensor]) -> None:
+        self.number, self.rows_per_expert = number, list(rows_per_expert)
         names = kernels.record_names(number)
-        self.part_of_call = np.array([_part_of(names, index) for index in range(len(names))])
+        self.part_of_call = np.array([_part_of(names, index) for index in range(len(names))], dtype=np.int64)
         weakref.finalize(self, kernels.record_drop, number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A recorded pass: its calls, its inputs and its output."""
+
+    calls: _Calls
+    inputs: _Inputs
+    out: torch.Tensor
 
 
 def _part_of(names: list[str], index: int) -> int:
@@ -190,6 +232,8 @@ def _part_of(names: list[str], index: int) -> int:
     following = names[index + 1] if index + 1 < len(names) else ""
     if names[index] in ("experts", "experts_int8"):
         return _PARTS.index("experts")
+    if names[index].startswith("exchange_"):
+        return _PARTS.index("exchange")
     return _PARTS.index("router" if "topk" in (names[index], following) else "attention")
 
 

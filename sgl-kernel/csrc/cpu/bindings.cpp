@@ -146,7 +146,7 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   TORCH_CHECK(alpha.has_value() == limit.has_value(), "alpha and limit are given together");
   const float* bias13 = floats_in(w13_bias, num_experts * 2 * inter, "w13_bias");
   const float* bias2 = floats_in(w2_bias, num_experts * hidden, "w2_bias");
-  auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
+  auto out = experts_out(tokens, hidden, f32_output ? x.options().dtype(at::kFloat) : x.options());
   auto rows_per_expert = at::zeros({num_experts}, x.options().dtype(at::kLong));
   const ExpertsCall call{tokens, topk_ids.size(1), hidden, inter, num_experts, x.data_ptr(), x.stride(0), dtype_of(x, "x"),
                          w13.data_ptr(), w2.data_ptr(), w_dtype,
@@ -158,7 +158,8 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
                          marks_in(w13_marks, w13, num_slots * 2, inter, "w13"), marks_in(w2_marks, w2, num_slots, hidden, "w2")};
   run_and_record("experts", call, &ExpertsCall::tokens, run_experts,
                  {x, w13, w2, topk_weights, topk_ids, out, rows_per_expert, or_none(w13_scales), or_none(w2_scales),
-                  or_none(slots), or_none(w13_bias), or_none(w2_bias), or_none(w13_marks), or_none(w2_marks)});
+                  or_none(slots), or_none(w13_bias), or_none(w2_bias), or_none(w13_marks), or_none(w2_marks)},
+                 is_in_record(out));
   return {out, rows_per_expert};
 }
 

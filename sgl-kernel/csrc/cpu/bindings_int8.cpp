@@ -54,7 +54,7 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
               inter, "]");
   check_choices(topk_weights, topk_ids, tokens);
   TORCH_CHECK(alpha.has_value() == limit.has_value(), "alpha and limit are given together");
-  auto out = at::empty({tokens, hidden}, f32_output ? x.options().dtype(at::kFloat) : x.options());
+  auto out = experts_out(tokens, hidden, f32_output ? x.options().dtype(at::kFloat) : x.options());
   auto rows_per_expert = at::zeros({experts}, x.options().dtype(at::kLong));
   ExpertsCall call{};
   call.tokens = tokens, call.top_k = topk_ids.size(1), call.hidden = hidden, call.inter = inter, call.experts = experts;
@@ -71,7 +71,8 @@ std::tuple<at::Tensor, at::Tensor> experts(const at::Tensor& x, const at::Tensor
   call.limit = static_cast<float>(limit.value_or(0.0));
   run_and_record("experts_int8", call, &ExpertsCall::tokens, run_experts_int8,
                  {x, w13, w2, topk_weights, topk_ids, out, rows_per_expert, w13_scales, w2_scales, or_none(w13_bias),
-                  or_none(w2_bias)});
+                  or_none(w2_bias)},
+                 is_in_record(out));
   return {out, rows_per_expert};
 }
 

@@ -88,13 +88,15 @@ bool has_any(const int32_t* ids, int64_t top_k, int64_t first, int64_t last) {
 
 RegionLayout::RegionLayout(size_t bytes) {
   constexpr size_t kPage = 4096;
-  const size_t share = (bytes - kHeaderBytes) / 8 / kPage * kPage;
+  const size_t share = (bytes - kHeaderBytes) / 9 / kPage * kPage;
   x = kHeaderBytes;
   ids = x + 2 * share;
   weights = ids + share / 2;
   sums = ids + share;
   received = sums + 3 * share;
-  end = received + 2 * share;
+  received_ids = received + 2 * share;
+  received_weights = received_ids + share / 2;
+  end = received_ids + share;
 }
 
 Exchange::Exchange(std::vector<char*> regions, size_t region_bytes, int rank, Wait wait)
@@ -172,39 +174,45 @@ int64_t Exchange::choose_rows() {
       if (has_any(ids + t * f.top_k, f.top_k, first, first + local)) rows_.push_back({source, static_cast<int32_t>(t)});
   }
   const auto count = static_cast<int64_t>(rows_.size());
-  const int64_t row_bytes = format(rank_).hidden * 4;
-  if (static_cast<size_t>(count * row_bytes) > std::min(layout_.received - layout_.sums, layout_.end - layout_.received))
+  const int64_t row_bytes = format(rank_).hidden * 4, choice_bytes = format(rank_).top_k * 4;
+  if (static_cast<size_t>(count * row_bytes) > std::min(layout_.received - layout_.sums, layout_.received_ids - layout_.received) ||
+      static_cast<size_t>(count * choice_bytes) > layout_.received_weights - layout_.received_ids)
     throw std::runtime_error(std::to_string(count) + " rows came to this rank, more than its shared memory holds: lower b_moe");
   return count;
 }
 
-char* Exchange::take_rows(int32_t* ids, float* weights) {
+Exchange::Received Exchange::received() const {
+  char* const own = regions_[rank_];
+  return {own + layout_.received, reinterpret_cast<int32_t*>(own + layout_.received_ids),
+          reinterpret_cast<float*>(own + layout_.received_weights), reinterpret_cast<float*>(own + layout_.sums)};
+}
+
+void Exchange::take_rows() {
   const TokenFormat& f = format(rank_);
   const int64_t local = f.experts / static_cast<int64_t>(regions_.size()), first = rank_ * local;
   const int64_t row_bytes = f.hidden * f.element_bytes;
-  char* received = regions_[rank_] + layout_.received;
+  const Received to = received();
   over_rows(static_cast<int64_t>(rows_.size()), row_bytes, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Row row = rows_[i];
       const char* region = regions_[row.rank];
-      std::memcpy(received + i * row_bytes, region + layout_.x + row.token * row_bytes, static_cast<size_t>(row_bytes));
+      std::memcpy(to.x + i * row_bytes, region + layout_.x + row.token * row_bytes, static_cast<size_t>(row_bytes));
       const auto* theirs = reinterpret_cast<const int32_t*>(region + layout_.ids) + row.token * f.top_k;
       const auto* factors = reinterpret_cast<const float*>(region + layout_.weights) + row.token * f.top_k;
       for (int64_t k = 0; k < f.top_k; ++k) {
         const bool mine = theirs[k] >= first && theirs[k] < first + local;
-        ids[i * f.top_k + k] = mine ? static_cast<int32_t>(theirs[k] - first) : -1;
-        weights[i * f.top_k + k] = mine ? factors[k] : 0.0F;
+        to.ids[i * f.top_k + k] = mine ? static_cast<int32_t>(theirs[k] - first) : -1;
+        to.weights[i * f.top_k + k] = mine ? factors[k] : 0.0F;
       }
     }
   });
-  return received;
 }
 
 void Exchange::publish_sums(const float* sums, int64_t count) {
   const int64_t row_bytes = format(rank_).hidden * 4;
-  char* own = regions_[rank_] + layout_.sums;
+  char* const own = regions_[rank_] + layout_.sums;
   const char* from = reinterpret_cast<const char*>(sums);
-  over_rows(count, row_bytes, [&](int64_t first, int64_t last) {
+  over_rows(from == own ? 0 : count, row_bytes, [&](int64_t first, int64_t last) {
     std::memcpy(own + first * row_bytes, from + first * row_bytes, static_cast<size_t>((last - first) * row_bytes));
   });
   publish(header(rank_).exchanged, tokens_phase_ + 1);

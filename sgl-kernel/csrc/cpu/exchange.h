@@ -33,7 +33,7 @@ struct RegionHeader {
 // Where the parts of a region of `bytes` begin. A region is mapped whole and filled as far as it is used.
 struct RegionLayout {
   explicit RegionLayout(size_t bytes);
-  size_t x, ids, weights, sums, received, end;
+  size_t x, ids, weights, sums, received, received_ids, received_weights, end;
 };
 
 struct Wait {
@@ -55,12 +55,21 @@ class Exchange {
   // How many rows this rank's experts have to compute; to be asked after `publish_tokens`.
   int64_t choose_rows();
 
-  // The chosen rows, by source rank, then by token: x as it was sent, local ids (-1 for other ranks' experts) and
-  // weights (0 for those). x lies in this rank's region.
-  char* take_rows(int32_t* ids, float* weights);
+  // Copies the chosen rows to where this rank's region has them, by source rank, then by token.
+  void take_rows();
+
+  // Where a region has the rows that a rank received: x as it was sent, local ids (-1 for other ranks' experts) and weights
+  // (0 for those); and where their sums belong. They stay where they are.
+  struct Received {
+    char* x;
+    int32_t* ids;
+    float *weights, *sums;
+  };
+  Received received() const;
 
   // Publishes the sums [R, hidden] of the chosen rows, waits for everybody's, and adds up those of this rank's tokens
   // into out [T, hidden] in the order of a binary tree over ranks; absent ranks count as nothing, no rank at all as 0.
+  // Sums that lie where they belong are not copied.
   void publish_sums(const float* sums, int64_t count);
   void combine(float* out);
 

@@ -38,7 +38,7 @@ from .weight_forms import widen_fp8_ as widen_fp8_
 from .weight_forms import widen_integers_ as widen_integers_
 from .weight_forms import widen_mxfp4_ as widen_mxfp4_
 
-INTERFACE = 19
+INTERFACE = 20
 """Which functions there are and what they take; counts up whenever that changes."""
 
 torch.ops.load_library(next(Path(__file__).parent.glob("_cpu*.so")))
@@ -348,7 +348,7 @@ def exchange_dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """Give this rank's tokens to all ranks and take the rows that its experts must compute: x [R, M], ids and weights.
 
-    `regions`: the ranks' shared memory, uint8, zero at first, all mapped in every rank. ids: int32. The returned x lies
+    `regions`: the ranks' shared memory, uint8, zero at first, all mapped in every rank. ids: int32. What is returned lies
     in this rank's region. Last come the seconds waited for other ranks. Raises ValueError for ids out of range, before
     the others can see anything of it, and on all ranks where their formats differ.
     """
@@ -454,8 +454,8 @@ def topk(
 def record_begin(rows: int) -> None:
     """Record this thread's calls of experts, linear layers, norms, rotations, `topk`, attention, and writes to pages.
 
-    And of the row operators. They must be of `rows` rows each; those of attention have one row a piece. Other operators
-    are not recorded.
+    And of the row operators, and of `exchange_dispatch` and `exchange_combine`, with nothing but experts between them.
+    All others must be of `rows` rows each; those of attention have one row a piece. Other operators are not recorded.
     """
     _ops.record_begin(rows)
 
@@ -472,13 +472,13 @@ def record_names(number: int) -> list[str]:
     return names
 
 
-def record_run(number: int, rows: int) -> list[float]:
+def record_run(number: int, rows: int) -> tuple[list[float], float]:
     """Make the calls of a record again, on what their tensors hold by now, with their first `rows` rows.
 
-    Returns the seconds that each call took.
+    Returns the seconds that each call took, and those waited for other ranks.
     """
-    seconds: list[float] = _ops.record_run(number, rows)
-    return seconds
+    seconds, waited_ns = _ops.record_run(number, rows)
+    return seconds, waited_ns * 1e-9
 
 
 def record_drop(number: int) -> None:

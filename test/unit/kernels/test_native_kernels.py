@@ -53,7 +53,7 @@ def test_kernels_of_another_interface_are_not_used_and_a_warning_says_so(monkeyp
     monkeypatch.setattr(native_kernels(), "INTERFACE", 1)
     with caplog.at_level(logging.WARNING):
         assert native_kernels.__wrapped__() is None
-    assert "are of another version (interface 1, not 19)" in caplog.text
+    assert "are of another version (interface 1, not 20)" in caplog.text
 
 
 def test_a_loader_of_experts_of_another_interface_is_refused(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,11 +29,23 @@ def packed(*shape: int) -> torch.Tensor:
 
 
 class NativeLayers:
-    """Some layers of the native operators, with pages of KV of their own."""
+    """Some layers of the native operators, with pages of KV of their own.
 
-    def __init__(self, *, adds_ones: bool = False, in_torch: bool = False, latent: bool = False) -> None:
+    `regions`: the memory of ranks that share experts, of which these layers are rank number `rank`.
+    """
+
+    def __init__(
+        self,
+        *,
+        adds_ones: bool = False,
+        in_torch: bool = False,
+        latent: bool = False,
+        regions: list[torch.Tensor] | None = None,
+        rank: int = 0,
+    ) -> None:
         torch.manual_seed(0)
         self.adds_ones, self.in_torch, self.latent = adds_ones, in_torch, latent
+        self.regions, self.rank = regions, rank
         self.layers = [
             SimpleNamespace(
                 norm=torch.rand(HIDDEN) + 0.5,
@@ -72,10 +85,28 @@ class NativeLayers:
             if self.in_torch:
                 hidden = shared(hidden, layer.norm)
             kernels.add_rms_norm_(hidden, residual, layer.norm, 1e-6)
-            weights, ids = kernels.topk(kernels.linear(hidden, layer.gate), 2, renormalize=True)
-            hidden, rows_per_expert = kernels.experts(hidden, layer.w13, layer.w2, weights, ids)
-            self.counters.add_expert_call(rows_per_expert)
+            hidden = self.expert_half(layer, hidden)
         return hidden
+
+    def compute_without_rows(self) -> None:
+        for layer in self.layers:
+            self.expert_half(layer, torch.empty(0, HIDDEN))
+
+    def expert_half(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        kernels = native_kernels()
+        weights, ids = kernels.topk(kernels.linear(hidden, layer.gate), 2, renormalize=True)
+        if self.regions is None:
+            out, rows_per_expert = kernels.experts(hidden, layer.w13, layer.w2, weights, ids)
+        else:
+            ranks = {"regions": self.regions, "rank": self.rank, "spin_us": 5.0, "timeout_s": 20.0}
+            own = slice(self.rank * EXPERTS // 2, (self.rank + 1) * EXPERTS // 2)
+            x, ids, weights, _ = kernels.exchange_dispatch(
+                x_TM=hidden, topk_ids_TK=ids, topk_weights_TK=weights, num_experts=EXPERTS, **ranks
+            )
+            sums, rows_per_expert = kernels.experts(x, layer.w13[own], layer.w2[own], weights, ids, f32_output=True)
+            out, _ = kernels.exchange_combine(sums_RM=sums, num_tokens=len(hidden), **ranks)
+        self.counters.add_expert_call(rows_per_expert)
+        return out
 
     def attended(self, layer: Any, query: torch.Tensor) -> torch.Tensor:
         pools, pieces = (layer.keys, layer.values), self.backend.forward_metadata
@@ -126,20 +157,24 @@ def decode_part(lengths: list[int], step: int) -> tuple[Part, torch.Tensor]:
     return Part(batch=batch, span=sub.span, sub_batches=[sub]), hidden
 
 
+def passes_of(layers: NativeLayers, *, version: Any, latent_numbers: int = 0) -> RecordedPasses:
+    return RecordedPasses(
+        native_kernels(),
+        attn_backend=layers.backend,
+        counters=layers.counters,
+        version=version,
+        num_layers=LAYERS,
+        latent_numbers=latent_numbers,
+    )
+
+
 class Runs:
     """The same passes by a record and computed."""
 
     def __init__(self, *, latent_numbers: int = 0, **layers: bool) -> None:
         self.by_record, self.by_hand = (NativeLayers(**layers) for _ in range(2))
         self.version, self.step = 0, 0
-        self.passes = RecordedPasses(
-            native_kernels(),
-            attn_backend=self.by_record.backend,
-            counters=self.by_record.counters,
-            version=lambda: self.version,
-            num_layers=LAYERS,
-            latent_numbers=latent_numbers,
-        )
+        self.passes = passes_of(self.by_record, version=lambda: self.version, latent_numbers=latent_numbers)
 
     def computes(self, lengths: list[int]) -> bool:
         """Run a pass both ways, with the same result. Return whether the record's way computed it."""
@@ -151,6 +186,103 @@ class Runs:
         out = self.passes.run(part, hidden.clone(), self.by_record.compute)
         assert torch.equal(out, self.by_hand.compute([part], hidden.clone()))
         return self.by_record.computed > before
+
+
+class TwoRanks:
+    """Passes of two ranks by records, each beside the same pass of a rank that has all experts."""
+
+    def __init__(self) -> None:
+        regions = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(2)]
+        self.by_record = [NativeLayers(regions=regions, rank=rank) for rank in range(2)]
+        self.alone = [NativeLayers() for _ in range(2)]
+        self.passes = [passes_of(layers, version=lambda: 0) for layers in self.by_record]
+        self.step = 0
+
+    def recorded(self, *lengths: list[int]) -> tuple[bool, ...]:
+        """Run a pass of each rank with sequences of these lengths. Return which of them ran from records."""
+        self.step += 1
+        before = self.counts("recorded_passes")
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(self.run, range(2), lengths))
+        return tuple(now > was for now, was in zip(self.counts("recorded_passes"), before, strict=True))
+
+    def run(self, rank: int, lengths: list[int]) -> None:
+        if not lengths:
+            self.passes[rank].run_without_rows(self.by_record[rank].compute_without_rows)
+            return
+        part, hidden = decode_part(lengths, 2 * self.step + rank)
+        for layers in (self.by_record[rank], self.alone[rank]):
+            layers.backend.forward_metadata = part.sub_batches[0].attn_metadata
+        out = self.passes[rank].run(part, hidden.clone(), self.by_record[rank].compute)
+        assert torch.equal(out, self.alone[rank].compute([part], hidden.clone()))
+
+    def counts(self, name: str) -> list[int]:
+        return [layers.counters.counts[name] for layers in self.by_record]
+
+
+def test_ranks_run_from_records_while_what_comes_from_others_shrinks_and_grows():
+    ranks = TwoRanks()
+    assert [ranks.recorded([4 + step] * 3, [9]) for step in range(3)] == [(False, False)] * 2 + [(True, True)]
+    assert ranks.recorded([20] * 3, [8]) == (True, True)
+    assert ranks.recorded([20], [8] * 30) == (True, False), "the second rank has more rows than its record"
+    assert ranks.recorded([21, 22], [9] * 30) == (True, False)
+    assert ranks.recorded([23, 22], [7] * 29) == (True, True)
+    assert ranks.recorded([5] * 3, [8]) == (True, True)
+
+
+def test_a_rank_without_rows_computes_for_others_from_a_record_of_its_own():
+    ranks = TwoRanks()
+    assert [ranks.recorded([5 + step], []) for step in range(3)] == [(False, False)] * 2 + [(True, True)]
+    assert [ranks.recorded([9] * 30, []) for _ in range(3)] == [(False, True)] * 2 + [(True, True)]
+    assert [ranks.recorded([], [9 + step]) for step in range(2)] == [(False, False), (True, False)]
+    assert [ranks.recorded([2], [3]) for _ in range(2)] == [(True, True)] * 2
+
+
+def test_rows_of_ranks_are_counted_and_waits_for_others_are_stalls():
+    ranks = TwoRanks()
+    for _ in range(4):
+        ranks.recorded([5] * 3, [])
+    assert sum(ranks.counts("expert_rows")) == sum(layers.counters.counts["expert_rows"] for layers in ranks.alone)
+    assert ranks.counts("expert_calls") == [4 * LAYERS] * 2
+    for layers in ranks.by_record:
+        spent = layers.counters.clock.read()
+        assert all(spent[part] > 0 for part in ("router", "experts", "exchange", "stall"))
+
+
+def alone_by_exchange(x: torch.Tensor, ids: torch.Tensor, compute: Any) -> torch.Tensor:
+    """Exchange rows of one expert with nobody."""
+    kernels = native_kernels()
+    ranks = {"regions": [torch.zeros(1 << 20, dtype=torch.uint8)], "rank": 0, "spin_us": 5.0, "timeout_s": 20.0}
+    came = kernels.exchange_dispatch(
+        x_TM=x, topk_ids_TK=ids, topk_weights_TK=torch.ones(len(x), 1), num_experts=1, **ranks
+    )
+    out, _ = kernels.exchange_combine(sums_RM=compute(*came), num_tokens=len(x), **ranks)
+    return out
+
+
+def test_rows_may_come_where_none_came_when_the_pass_was_recorded():
+    kernels, w13, w2 = native_kernels(), packed(2, INTER, HIDDEN).view(1, 2 * INTER, HIDDEN), packed(1, HIDDEN, INTER)
+    x, ids, weights = torch.randn(3, HIDDEN), torch.full((3, 1), -1, dtype=torch.int32), torch.ones(3, 1)
+
+    def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: float) -> torch.Tensor:
+        return kernels.experts(x, w13, w2, weights, ids, f32_output=True)[0]
+
+    kernels.record_begin(3)
+    out = alone_by_exchange(x, ids, experts)
+    number = kernels.record_end(keep=True)
+    assert torch.equal(out, torch.zeros(3, HIDDEN))
+    ids[:2] = 0
+    kernels.record_run(number, 3)
+    assert torch.equal(out, experts(x, ids, weights))
+    kernels.record_drop(number)
+
+
+def test_rows_of_other_ranks_that_other_operators_compute_are_not_recorded():
+    kernels, weight = native_kernels(), packed(HIDDEN, HIDDEN)
+    kernels.record_begin(3)
+    ids = torch.zeros(3, 1, dtype=torch.int32)
+    alone_by_exchange(torch.ones(3, HIDDEN), ids, lambda x, *_: kernels.linear(x, weight))
+    assert kernels.record_end(keep=True) is None
 
 
 @pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
@@ -198,7 +330,7 @@ def test_other_weights_or_pages_are_recorded_anew():
     runs = Runs()
     assert [runs.computes([5] * 3) for _ in range(3)] == [True, True, False]
     runs.version = 1
-    assert [runs.computes([5] * 3) for _ in range(2)] == [True, False]
+    assert [runs.computes([5] * 3) for _ in range(3)] == [True, True, False]
 
 
 def test_more_pages_than_there_is_room_for_are_recorded_anew():
