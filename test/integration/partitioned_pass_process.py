@@ -47,7 +47,7 @@ class Scene:
         self.runner, self.pool = runner, runner.token_to_kv_pool
         draw = torch.Generator().manual_seed(7)
         self.ids = [
-            torch.randint(runner.model.config.vocab_size, (first + second + 2,), generator=draw).tolist()
+            torch.randint(runner.model.config.vocab_size, (first + second + 4,), generator=draw).tolist()
             for first, second in zip(FIRST, SECOND, strict=True)
         ]
         table = runner.req_to_token_pool.req_to_token
@@ -65,7 +65,10 @@ class Scene:
             "prefill": self._pass(extend_batch(self.runner, ROWS, starts, self._tokens(starts, FIRST))),
             "prefill behind prefixes": self._pass(extend_batch(self.runner, ROWS, FIRST, self._tokens(FIRST, ends))),
             "decode of all": self._pass(decode_batch(self.runner, ROWS, ends, self._nexts(ROWS, ends))),
-            "decode of one": self._pass(decode_batch(self.runner, [0], [ends[0] + 1], self._nexts([0], [ends[0] + 1]))),
+            "decode of one": self._decode_first(ends[0] + 1),
+            "decode of one again": self._decode_first(ends[0] + 2),
+            # By now from a record, where passes have one.
+            "decode of one at last": self._decode_first(ends[0] + 3),
         }
         for row, end in zip(ROWS, ends, strict=True):
             first = (1 + row * PAGES_EACH) * PAGE
@@ -73,6 +76,9 @@ class Scene:
                 parts = self.pool.read_kv(layer, torch.arange(first, first + end + 1))
                 found[f"kv of sequence {row} in layer {layer}"] = torch.cat([part.flatten() for part in parts])
         return found
+
+    def _decode_first(self, end: int) -> torch.Tensor:
+        return self._pass(decode_batch(self.runner, [0], [end], self._nexts([0], [end])))
 
     def _tokens(self, begins: Any, ends: Any) -> list[list[int]]:
         return [self.ids[row][begin:end] for row, begin, end in zip(ROWS, begins, ends, strict=True)]
@@ -99,7 +105,7 @@ def run_rank(work: Work, rank: int, directory: Path) -> None:
     scene = Scene(runner)
     counts = runner.layer_runner.counters.counts
     expected = scene.run()
-    unshared = counts["column_gathers"]
+    unshared, recorded = counts["column_gathers"], 0
     sets = PartitionSets(
         rank_context,
         runner.layer_runner.counters,
@@ -110,8 +116,9 @@ def run_rank(work: Work, rank: int, directory: Path) -> None:
     (own,) = [each for each in work.sets if rank in each]
     results = []
     for _ in range(2):
-        runner.layer_runner.partition = sets.of(own)
+        runner.layer_runner.partition, before = sets.of(own), counts["recorded_passes"]
         results.append(scene.run())
+        recorded += counts["recorded_passes"] - before
         runner.layer_runner.partition = None
         results.append(scene.run())
     wrong = sorted({name for found in results for name in expected if not same(found[name], expected[name])})
@@ -122,6 +129,7 @@ def run_rank(work: Work, rank: int, directory: Path) -> None:
         "compared": len(expected),
         "gathers": counts["column_gathers"],
         "unshared_gathers": unshared,
+        "recorded": recorded,
         "finite": all(bool(one.isfinite().all()) for one in expected.values()),
     }
     sys.stdout.write(json.dumps(told) + "\n")

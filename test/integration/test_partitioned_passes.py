@@ -30,8 +30,8 @@ FORMS: list[tuple[str, str, dict[str, Any], list[list[int]]]] = [
     (FAMILIES[2], "bfloat16", SMALL, TWO),
     (FAMILIES[2], "float32", {}, [[0, 1], [2, 3]]),
 ]
-# Logits of 4 passes, and KV of 3 sequences in 4 layers.
-COMPARED = 4 + 3 * 4
+# Logits of 6 passes, and KV of 3 sequences in 4 layers.
+COMPARED = 6 + 3 * 4
 
 
 def run_works(works: Iterable[dict[str, Any]], directory: Path) -> list[dict[str, Any]]:
@@ -53,6 +53,9 @@ def faults(found: dict[str, Any]) -> list[str]:
         wrong.append(f"rank {rank}: {found['compared']} compared, finite: {found['finite']}")
     if found["unshared_gathers"] or not found["gathers"]:
         wrong.append(f"rank {rank}: {found['unshared_gathers']} gathers alone, {found['gathers']} in a set")
+    from_records = found["sets"] == TWO and found["flags"].get("token_dispatcher") != "gloo"
+    if (found["recorded"] > 0) != from_records:
+        wrong.append(f"rank {rank}: {found['recorded']} passes of a set of all from records")
     return wrong
 
 

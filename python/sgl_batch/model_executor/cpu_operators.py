@@ -17,6 +17,7 @@ from sgl_batch.errors import ConfigError
 from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers import cpu_grammar, cpu_row_operators
 from sgl_batch.layers.attention.cpu_paged import CpuPagedAttention
+from sgl_batch.layers.attention.native_paged import PieceMetadata
 from sgl_batch.layers.column_split import ColumnSplit, PassSplit
 from sgl_batch.layers.moe import cpu_topk
 from sgl_batch.layers.moe.clamped_experts import clamped_experts_of
@@ -24,7 +25,6 @@ from sgl_batch.layers.moe.expert_runner import ExpertRunner, check_experts, crea
 from sgl_batch.layers.moe.split_experts import SplitExperts
 from sgl_batch.layers.packed_weights import PackedWeights
 from sgl_batch.layers.small_weights import GroupedForm
-from sgl_batch.mem_cache.device_page_pool import DevicePagePool
 from sgl_batch.mem_cache.latent_page_pool import LatentPagePool
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.cpu_blocks import BLOCK_MLPS, CpuBlocks
@@ -145,22 +145,23 @@ class CpuOperators:
         return None if self._kernels is None else self._weights.split
 
     def recorded_passes(self, attn_backend: AttentionBackend, config: object) -> RecordedPasses | None:
-        """Make the record of decode passes of a rank that computes alone; None where none can be recorded.
+        """Make the record of a rank's decode passes; None where none can be recorded.
 
         `config`: Hugging Face's of the model.
         """
-        pool: object = getattr(attn_backend, "pool", None)
         native = self.expert_runner == "native" and not self.streams_weights
-        if self._kernels is None or not native or not isinstance(pool, (DevicePagePool, LatentPagePool)):
+        if self._kernels is None or not native or not isinstance(attn_backend, CpuPagedAttention):
             return None
+        pool, shares = attn_backend.pool, attn_backend.shares
         if not pool.native_layout:
             return None
 
         heads = number(lambda name: getattr(config, name, None), "num_attention_heads")
         row = pool.row_dim if isinstance(pool, LatentPagePool) else 0
 
-        def version() -> object:
-            return self._weights.version, *(part.data_ptr() for part in pool.page_parts(0))
+        def version(pieces: PieceMetadata | None) -> object:
+            shared = self._weights.split.current, pieces is not None and shares(pieces)
+            return self._weights.version, *shared, *(part.data_ptr() for part in pool.page_parts(0))
 
         return RecordedPasses(
             self._kernels,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from sgl_batch.core.partition_memory import SUMMED_ROWS
+from sgl_batch.kernel_loader import native_kernels
 from sgl_batch.layers.column_split import ColumnSplit
 from sgl_batch.layers.moe.expert_runner import ExpertCall
 from sgl_batch.layers.moe.token_dispatcher import TokenDispatcher
-from sgl_batch.layers.moe.token_dispatcher.rank_tree import sum_of_partials
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.families import ExpertBlock, Family
 from sgl_batch.model_executor.partition_set import PartitionSet
@@ -78,14 +78,14 @@ class ExpertExchange:
     ) -> torch.Tensor:
         """Return the sums of rows that all ranks have: each computes its own experts for them."""
         assert (split.rank, split.size) == (self._dispatcher.shard, self._dispatcher.num_shards), "ranks hold shards"
-        shards_TK = ids_TK.div(self._dispatcher.num_local_experts, rounding_mode="floor")
-        own_TK = ids_TK - self._dispatcher.shard * self._dispatcher.num_local_experts
-        local_TK = own_TK.masked_fill(shards_TK != self._dispatcher.shard, -1)
-        partial_TM = self._expert_call(block.experts, hidden, weights_TK, local_TK, f32_output=True)
+        kernels, local = native_kernels(), self._dispatcher.num_local_experts
+        assert kernels is not None, "ranks share passes where the native kernels are"
+        ids_TK = ids_TK.to(torch.int32).contiguous()
+        own_TK = kernels.own_choices(ids_TK, self._dispatcher.shard * local, local)
+        partial_TM = self._expert_call(block.experts, hidden, weights_TK, own_TK, f32_output=True)
         with self._counters.clock.part("exchange"):
-            has_TR = (shards_TK[..., None] == torch.arange(split.size)).any(1)
-            for part_TM, part_TR in zip(partial_TM.split(SUMMED_ROWS), has_TR.split(SUMMED_ROWS), strict=True):
-                part_TM.copy_(sum_of_partials(split.of_each(part_TM), part_TR))
+            for part_TM, part_TK in zip(partial_TM.split(SUMMED_ROWS), ids_TK.split(SUMMED_ROWS), strict=True):
+                kernels.sum_partials_(part_TM, split.of_each(part_TM), part_TK, self._dispatcher.num_experts)
             return partial_TM
 
     def _of_first_rank(

@@ -39,6 +39,7 @@ from sgl_batch.core.plan import PhasePlan, Plan, row_spans
 from sgl_batch.core.plan_in_force import PlanInForce
 from sgl_batch.core.units import ATTENTION, EXPERTS, HEAD, PassShape, Unit, static_order
 from sgl_batch.layers.column_split import PassSplit
+from sgl_batch.layers.moe.split_experts import MOST_ROWS
 from sgl_batch.metrics.counters import Counters
 from sgl_batch.model_executor.batch_split import SubBatch, split
 from sgl_batch.model_executor.expert_exchange import ExpertExchange
@@ -211,11 +212,13 @@ class LayerRunner:
         return self._run_units(parts, hidden)
 
     def _may_be_recorded(self, parts: Sequence[Part]) -> bool:
-        """Return whether a pass is one decode sub-batch and one expert call a layer, and not shared with other ranks."""
+        """Return whether a pass is one decode sub-batch and one expert call a layer, for this rank alone or for all."""
         batch, limits = parts[0].batch, self.plan.decode
         one = len(parts) == 1 and batch.forward_mode.is_decode() and len(parts[0].sub_batches) == 1
-        own = self.partition is None and self.order is static_order and self.decode_source is None
-        return one and own and self._makes_one_call() and len(batch.input_ids) <= limits.expert_rows
+        rows, fixed = len(batch.input_ids), self.order is static_order and self.decode_source is None
+        # All ranks of a shared pass gather the same columns, whether they run it from a record or not.
+        shared = self.partition is None or (self.partition.is_all and rows <= MOST_ROWS)
+        return one and fixed and shared and self._makes_one_call() and rows <= limits.expert_rows
 
     def _makes_one_call(self) -> bool:
         """Return whether the ranks, if there are others, have agreed on one expert call a layer."""

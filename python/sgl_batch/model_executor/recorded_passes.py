@@ -6,7 +6,8 @@ the native library records its calls. Later passes with as many rows or fewer co
 again: the same kernels over the same weights, with the same bits.
 
 Where ranks exchange rows through memory that they share, the exchange is among the calls, and what comes from other ranks
-differs from pass to pass. A pass without rows, in which a rank computes for others alone, has a record of its own.
+differs from pass to pass. A pass without rows, in which a rank computes for others alone, has a record of its own. Passes
+that all ranks share have the gathers of columns among their calls.
 
 Some of torch's operators on rows lie between the native calls, and are made native calls themselves: their bits stay.
 A pass whose layers compute with anything but recordable operators and views is not recorded, and no other is tried.
@@ -35,8 +36,9 @@ from sgl_batch.sglang_adapter.types.models import AttentionBackend
 Compute = Callable[[Sequence[Part], torch.Tensor], torch.Tensor]
 """Computes all layers of a pass: of its one part and its embeddings, the hidden states after the last norm."""
 
-Version = Callable[[], object]
-"""Changes whenever weights or KV pages may lie elsewhere, or weights may be packed anew."""
+Version = Callable[[PieceMetadata | None], object]
+"""Changes whenever weights or KV pages may lie elsewhere, or weights may be packed anew, or a pass over these pieces, or
+without rows, makes other calls for another reason than its number of rows."""
 
 _Out = TypeVar("_Out")
 
@@ -50,25 +52,31 @@ _RECORDED = frozenset(
         "exchange_combine",
         "exchange_dispatch",
         "experts",
+        "experts_down",
         "experts_int8",
+        "experts_up",
+        "gated",
+        "gather_columns",
         "latent_attention",
         "linear",
         "linear_by_head",
         "linear_int8",
         "mul_rows",
+        "own_choices",
         "put_rows_",
         "qk_norm_rope",
         "rms_norm",
         "rotary",
         "scale_rows",
         "sigmoid_rows",
+        "sum_partials_",
         "topk",
         "write_pages",
         "write_rows",
     )
 )
-# They give memory that a recorded operator writes, or another shape to what one has written, or free an earlier record,
-# whenever Python gets round to it.
+# They give memory that a recorded operator writes, or another shape to what one has written, or compare number types, or
+# free an earlier record, whenever Python gets round to it.
 _OTHERS = frozenset(
     (
         "aten::_unsafe_view",
@@ -76,11 +84,13 @@ _OTHERS = frozenset(
         "aten::empty_like",
         "aten::empty_strided",
         "aten::new_empty",
+        "aten::promote_types",
         "sgl_batch_kernel::record_drop",
     )
 )
 
 _PARTS = ("attention", "router", "experts", "exchange")
+_COUNTED_BY_ROW = ("gathered_bytes",)
 _MATRIX = 2
 
 # A record keeps the rows between all calls apart: in each layer about as many numbers as this many hidden states.
@@ -122,9 +132,12 @@ class RecordedPasses:
         Returns the hidden states after the last norm, which are the caller's.
         """
         sub, rows = part.sub_batches[0], len(hidden)
-        pieces, is_first = sub.attn_metadata, self._is_first_of_version()
+        pieces = sub.attn_metadata
+        if not (isinstance(pieces, PieceMetadata) and _is_as_read(sub.forward_batch)):
+            return compute([part], hidden)
+        is_first = self._is_first_of_version(pieces)
         grows, self._last_rows = is_first or rows > self._last_rows, rows
-        if not (self._is_recordable and isinstance(pieces, PieceMetadata) and _is_as_read(sub.forward_batch)):
+        if not self._is_recordable:
             return compute([part], hidden)
         if self._record is not None and self._record.inputs.has_room(rows, pieces):
             return self._again(self._record, sub.forward_batch, pieces, hidden)
@@ -135,7 +148,7 @@ class RecordedPasses:
 
     def run_without_rows(self, compute: Callable[[], None]) -> None:
         """Take part in a pass of other ranks, with one expert call a layer. `compute` does it by hand."""
-        is_first = self._is_first_of_version()
+        is_first = self._is_first_of_version(None)
         if self._without_rows is not None:
             self._make(self._without_rows, 0)
         elif self._is_recordable and not is_first:
@@ -143,15 +156,16 @@ class RecordedPasses:
         else:
             compute()
 
-    def _is_first_of_version(self) -> bool:
-        """Return whether weights or pages lie elsewhere than in the last pass, and drop the records of those if so.
+    def _is_first_of_version(self, pieces: PieceMetadata | None) -> bool:
+        """Return whether this is another version than that of the last pass, and drop that one's records if so.
 
         The first pass over new weights may prepare some of them, which is no part of a pass.
         """
-        version = self._version()
+        version = self._version(pieces)
         if version == self._seen_version:
             return False
         self._seen_version, self._record, self._without_rows = version, None, None
+        self._is_recordable = True
         return True
 
     def _bytes_of_record(self, hidden: torch.Tensor) -> int:
@@ -173,6 +187,8 @@ class RecordedPasses:
         self._counters.clock.shift(waited_s, source="exchange", target="stall")
         for rows_per_expert in calls.rows_per_expert:
             self._counters.add_expert_call(rows_per_expert)
+        for name, amount in calls.counts.items():
+            self._counters.add(name, amount * rows if name in _COUNTED_BY_ROW else amount)
         self._counters.add("recorded_passes")
 
     def _computed_and_recorded(
@@ -190,7 +206,7 @@ class RecordedPasses:
 
     def _recorded(self, rows: int, compute: Callable[[], _Out]) -> tuple[_Out, _Calls | None]:
         """Compute something over so many rows; return what it gives, and its calls if they can be made again."""
-        watch = _Watch(self._kernels, rows)
+        watch, before = _Watch(self._kernels, rows), dict(self._counters.counts)
         self._kernels.record_begin(rows)
         try:
             with self._counters.counting_later() as rows_per_expert, watch:
@@ -200,19 +216,33 @@ class RecordedPasses:
             raise
         number = self._kernels.record_end(keep=watch.is_recordable)
         self._is_recordable = number is not None
+        counts = {name: count - before.get(name, 0) for name, count in self._counters.counts.items()}
         for counted in rows_per_expert:
             self._counters.add_expert_call(counted)
         if number is None:
             return out, None
         self._counters.add("passes_recorded")
-        return out, _Calls(self._kernels, number, rows_per_expert)
+        return out, _Calls(self._kernels, number, rows, rows_per_expert, counts)
 
 
 class _Calls:
-    """The native calls of a pass, and the memory in which each expert call counts its rows."""
+    """The native calls of a pass, and the memory in which each expert call counts its rows.
 
-    def __init__(self, kernels: ModuleType, number: int, rows_per_expert: list[torch.Tensor]) -> None:
+    `counts`: what else the pass counts, by name; of some names for each row.
+    """
+
+    def __init__(
+        self,
+        kernels: ModuleType,
+        number: int,
+        rows: int,
+        rows_per_expert: list[torch.Tensor],
+        counts: Mapping[str, int],
+    ) -> None:
         self.number, self.rows_per_expert = number, list(rows_per_expert)
+        self.counts = {
+            name: count // rows if name in _COUNTED_BY_ROW else count for name, count in counts.items() if count
+        }
         names = kernels.record_names(number)
         self.part_of_call = np.array([_part_of(names, index) for index in range(len(names))], dtype=np.int64)
         weakref.finalize(self, kernels.record_drop, number)
@@ -230,9 +260,9 @@ class _Record:
 def _part_of(names: list[str], index: int) -> int:
     """Return which of `_PARTS` a call belongs to: the product before a choice of experts is the router."""
     following = names[index + 1] if index + 1 < len(names) else ""
-    if names[index] in ("experts", "experts_int8"):
+    if names[index].startswith("experts"):
         return _PARTS.index("experts")
-    if names[index].startswith("exchange_"):
+    if names[index] in ("exchange_dispatch", "exchange_combine", "gather_columns", "sum_partials"):
         return _PARTS.index("exchange")
     return _PARTS.index("router" if "topk" in (names[index], following) else "attention")
 

@@ -89,7 +89,7 @@ class AttentionPages {
 
  private:
   const char* at_page(const void* pages, int64_t page, int64_t head) const {
-    return static_cast<const char*>(pages) + (page * c_.kv_heads + head) * head_bytes_;
+    return static_cast<const char*>(pages) + (page * c_.page_heads + head) * head_bytes_;
   }
 
   const AttentionCall& c_;

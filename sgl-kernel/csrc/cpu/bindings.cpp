@@ -182,7 +182,7 @@ std::tuple<at::Tensor, at::Tensor> experts_up(const at::Tensor& x, const at::Ten
   call.topk_weights = topk_weights.data_ptr<float>(), call.topk_ids = topk_ids.data_ptr<int32_t>();
   call.rows_per_expert = rows_per_expert.data_ptr<int64_t>();
   call.part = ExpertsPart::kUp, call.between = between.data_ptr(), call.between_stride = width * between.element_size();
-  run_experts(call);
+  run_and_record("experts_up", call, &ExpertsCall::tokens, run_experts, {x, w13, topk_weights, topk_ids, between, rows_per_expert});
   return {between.narrow(1, 0, inter), rows_per_expert};
 }
 
@@ -206,7 +206,7 @@ at::Tensor experts_down(const at::Tensor& between, const at::Tensor& w2, const a
   call.out = out.data_ptr(), call.out_dtype = DType::kF32;
   call.rows_per_expert = rows_per_expert.data_ptr<int64_t>();
   call.part = ExpertsPart::kDown, call.between = between.data_ptr(), call.between_stride = inter * between.element_size();
-  run_experts(call);
+  run_and_record("experts_down", call, &ExpertsCall::tokens, run_experts, {between, w2, topk_weights, topk_ids, out, rows_per_expert});
   return out;
 }
 
@@ -240,8 +240,9 @@ at::Tensor gated(const at::Tensor& x, const at::Tensor& w13, int64_t first, int6
   const DType w_dtype = matrix_dtype_of(w13, inter, hidden, "w13");
   const at::ScalarType out_dtype = isa().row_dtype(w_dtype) == DType::kF32 ? at::kFloat : at::kBFloat16;
   auto out = at::empty({x.size(0), last - first}, x.options().dtype(out_dtype));
-  run_gated({x.size(0), hidden, inter, first, last, x.data_ptr(), dtype_of(x, "x"), w13.data_ptr(), w_dtype,
-             scales_of(w13, scales, 2 * inter, "w13"), out.data_ptr()});
+  const GatedCall call{x.size(0), hidden, inter, first, last, x.data_ptr(), dtype_of(x, "x"), w13.data_ptr(), w_dtype,
+                       scales_of(w13, scales, 2 * inter, "w13"), out.data_ptr()};
+  run_and_record("gated", call, &GatedCall::rows, run_gated, {x, w13, or_none(scales), out});
   return out;
 }
 
@@ -331,13 +332,21 @@ void qk_norm_rope(at::Tensor qkv, const at::Tensor& q_weight, const at::Tensor& 
                  position_check(positions, cos_sin));
 }
 
+// How many heads of so many numbers pages have, of which these may be some.
+int64_t heads_of_page(const at::Tensor& pages, int64_t numbers) {
+  const int64_t between = pages.size(0) > 1 ? pages.stride(0) : pages.size(1) * numbers;
+  TORCH_CHECK(pages.size(0) == 0 || (pages[0].is_contiguous() && between % numbers == 0 && between >= pages.size(1) * numbers),
+              "pages are ", pages.sizes(), " with strides ", pages.strides(), "; the heads of each are contiguous");
+  return between / numbers;
+}
+
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::Tensor& v_pages, const at::Tensor& starts,
                      const at::Tensor& lengths, const at::Tensor& table_starts, const at::Tensor& tables, int64_t page,
                      int64_t dim, double scaling, int64_t window, const std::optional<at::Tensor>& sinks) {
   TORCH_CHECK(q.dim() == 2 && q.stride(1) == 1 && q.size(1) % dim == 0, "q is ", q.sizes(), " with strides ",
               q.strides(), " for heads of ", dim);
-  TORCH_CHECK(k_pages.is_contiguous() && v_pages.is_contiguous() && k_pages.numel() == v_pages.numel(),
-              "pages of keys are ", k_pages.sizes(), " and of values ", v_pages.sizes());
+  TORCH_CHECK(k_pages.dim() > 2 && v_pages.dim() > 2 && k_pages.numel() == v_pages.numel(), "pages of keys are ", k_pages.sizes(),
+              " and of values ", v_pages.sizes());
   TORCH_CHECK(k_pages.scalar_type() == q.scalar_type() && v_pages.scalar_type() == q.scalar_type(), "q is ",
               q.scalar_type(), " and pages are ", k_pages.scalar_type());
   TORCH_CHECK(q.scalar_type() == at::kFloat || (page % 2 == 0 && dim % 2 == 0), "bfloat16 pages of ", page,
@@ -345,11 +354,13 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k_pages, const at::T
   const int64_t q_heads = q.size(1) / dim, kv_heads = k_pages.size(1);
   TORCH_CHECK(k_pages.numel() == k_pages.size(0) * kv_heads * page * dim && q_heads % kv_heads == 0, "pages are ",
               k_pages.sizes(), " for ", q_heads, " query heads of ", dim, " and pages of ", page, " tokens");
+  const int64_t page_heads = heads_of_page(k_pages, page * dim);
+  TORCH_CHECK(heads_of_page(v_pages, page * dim) == page_heads, "pages of keys have ", page_heads, " heads, and those of values not");
   TORCH_CHECK(window >= 0, "a row sees ", window, " tokens; use 0 for all");
   const float* sink = floats_in(sinks, q_heads, "sinks");
   check_pieces(starts, lengths, table_starts, tables, q.size(0), page, k_pages.size(0));
   auto out = at::empty({q.size(0), q.size(1)}, q.options());
-  const AttentionCall call{lengths.size(0), q_heads, kv_heads, dim, page, q.data_ptr(), q.stride(0), k_pages.data_ptr(),
+  const AttentionCall call{lengths.size(0), q_heads, kv_heads, page_heads, dim, page, q.data_ptr(), q.stride(0), k_pages.data_ptr(),
                            v_pages.data_ptr(), dtype_of(q, "q"), starts.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
                            table_starts.data_ptr<int64_t>(), tables.data_ptr<int64_t>(), static_cast<float>(scaling), window, sink,
                            out.data_ptr()};

@@ -15,7 +15,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "rows.h"
+#include "rank_sums.h"
 #include "tasks.h"
 
 namespace sgl_batch {
@@ -233,22 +233,6 @@ void Exchange::place_sums(std::vector<int64_t>& places) const {
       if (has_any(ids + t * f.top_k, f.top_k, peer * local, (peer + 1) * local)) places[t * ranks + peer] = next[peer]++;
 }
 
-// The sum over ranks [first, last): a row that lies there already, or `space`, or null where there is none.
-const float* Exchange::tree_sum(const int64_t* places, int first, int last, int64_t hidden, float* space) const {
-  if (last - first == 1) {
-    if (places[first] < 0) return nullptr;
-    return reinterpret_cast<const float*>(regions_[first] + layout_.sums) + places[first] * hidden;
-  }
-  const int middle = first + (last - first + 1) / 2;
-  const float* left = tree_sum(places, first, middle, hidden, space);
-  const float* right = tree_sum(places, middle, last, hidden, left == nullptr ? space : space + hidden);
-  if (left == nullptr) return right;
-  if (right == nullptr) return left;
-  if (left != space) std::memcpy(space, left, static_cast<size_t>(hidden) * 4);
-  add_row(space, right, hidden);
-  return space;
-}
-
 void Exchange::combine(float* out) {
   const TokenFormat& f = format(rank_);
   const int ranks = static_cast<int>(regions_.size());
@@ -257,12 +241,11 @@ void Exchange::combine(float* out) {
   over_rows(f.tokens, f.hidden * 4, [&](int64_t first, int64_t last) {
     std::vector<float> space(static_cast<size_t>(f.hidden) * ranks);
     for (int64_t t = first; t < last; ++t) {
-      float* to = out + t * f.hidden;
-      const float* sum = tree_sum(places.data() + t * ranks, 0, ranks, f.hidden, space.data());
-      if (sum == nullptr)
-        std::memset(to, 0, static_cast<size_t>(f.hidden) * 4);
-      else
-        std::memcpy(to, sum, static_cast<size_t>(f.hidden) * 4);
+      const auto row_of = [&](int peer) -> const float* {
+        const int64_t place = places[t * ranks + peer];
+        return place < 0 ? nullptr : reinterpret_cast<const float*>(regions_[peer] + layout_.sums) + place * f.hidden;
+      };
+      write_sum_of_ranks(row_of, ranks, f.hidden, space.data(), out + t * f.hidden);
     }
   });
 }

@@ -94,7 +94,6 @@ class Exchange {
   void check_formats() const;
   void agree_on(const std::vector<int64_t>& described);
   void place_sums(std::vector<int64_t>& places) const;
-  const float* tree_sum(const int64_t* places, int first, int last, int64_t hidden, float* space) const;
 
   std::vector<char*> regions_;
   size_t region_bytes_;

@@ -134,7 +134,7 @@ std::tuple<at::Tensor, int64_t> gather_columns(const std::vector<at::Tensor>& re
                                                std::vector<int64_t> widths, double spin_us, double timeout_s) {
   TORCH_CHECK(own.dim() == 2 && (own.stride(1) == 1 || own.size(1) <= 1), "own columns are ", own.sizes(), " with strides ",
               own.strides(), "; rows are contiguous");
-  Exchange exchange = end_of(regions, rank, spin_us, timeout_s).open();
+  const End end = end_of(regions, rank, spin_us, timeout_s);
   TORCH_CHECK(widths.size() == regions.size() && own.size(1) == widths[rank], own.size(1), " columns of rank ", rank,
               " where the ranks have ", widths);
   int64_t columns = 0;
@@ -144,13 +144,25 @@ std::tuple<at::Tensor, int64_t> gather_columns(const std::vector<at::Tensor>& re
     width *= bytes;
   }
   auto out = at::empty({own.size(0), columns}, own.options());
-  try {
-    exchange.gather_columns(static_cast<const char*>(own.data_ptr()), static_cast<size_t>(own.stride(0) * bytes), own.size(0),
-                            widths, static_cast<char*>(out.data_ptr()));
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
+  const auto run = [end, own, widths, bytes, out](int64_t rows, int64_t& waited_ns) {
+    Exchange exchange = end.open();
+    try {
+      exchange.gather_columns(static_cast<const char*>(own.data_ptr()), static_cast<size_t>(own.stride(0) * bytes), rows, widths,
+                              static_cast<char*>(out.data_ptr()));
+    } catch (const std::invalid_argument& error) {
+      TORCH_CHECK_VALUE(false, error.what());
+    }
+    waited_ns += exchange.waited_ns();
+  };
+  int64_t waited_ns = 0;
+  run(own.size(0), waited_ns);
+  if (Record* record = recording()) {
+    // Rows may be choices, of which each row of the pass has as many.
+    const int64_t each = record->rows() > 0 ? own.size(0) / record->rows() : 0;
+    record->add("gather_columns", each > 0 && own.size(0) % record->rows() == 0 ? record->rows() : -1, {},
+                [run, each](RecordRows& now) { run(now.here * each, now.waited_ns); });
   }
-  return {out, exchange.waited_ns()};
+  return {out, waited_ns};
 }
 
 }  // namespace

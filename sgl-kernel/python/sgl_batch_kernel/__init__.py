@@ -15,6 +15,8 @@ from .row_operators import mul_rows as mul_rows
 from .row_operators import put_rows_ as put_rows_
 from .row_operators import scale_rows as scale_rows
 from .row_operators import sigmoid_rows as sigmoid_rows
+from .shared_pass import own_choices as own_choices
+from .shared_pass import sum_partials_ as sum_partials_
 from .token_choice import argmax as argmax
 from .token_choice import log_probabilities as log_probabilities
 from .token_choice import mask_tokens as mask_tokens
@@ -305,7 +307,7 @@ def attention(
 
     Piece i is rows [starts[i], starts[i + 1]) of q: the last tokens of a sequence of lengths[i] tokens, which lie in
     the pages tables[table_starts[i]] and on. `k_pages`: [pages, KV heads, ...] of which the rest is a packed matrix
-    [page_size, head_dim]; `v_pages` likewise, [head_dim, page_size]. A row's result depends on its sequence alone.
+    [page_size, head_dim]; `v_pages` likewise, [head_dim, page_size]; both may be some heads of pages. A row's result depends on its sequence alone.
     A row sees the last `window` tokens up to its own, or all with 0. `sinks` [query heads], float32: a score beside
     those of the tokens, whose weight goes to no value.
     """
@@ -454,8 +456,9 @@ def topk(
 def record_begin(rows: int) -> None:
     """Record this thread's calls of experts, linear layers, norms, rotations, `topk`, attention, and writes to pages.
 
-    And of the row operators, and of `exchange_dispatch` and `exchange_combine`, with nothing but experts between them.
-    All others must be of `rows` rows each; those of attention have one row a piece. Other operators are not recorded.
+    And of the row operators, of `gather_columns` and the operators of shared passes, and of `exchange_dispatch` and
+    `exchange_combine`, with nothing but experts between them. All others must be of `rows` rows each; those of attention
+    have one row a piece, and `gather_columns` may have some for each row. Other operators are not recorded.
     """
     _ops.record_begin(rows)
 

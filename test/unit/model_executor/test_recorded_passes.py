@@ -174,7 +174,7 @@ class Runs:
     def __init__(self, *, latent_numbers: int = 0, **layers: bool) -> None:
         self.by_record, self.by_hand = (NativeLayers(**layers) for _ in range(2))
         self.version, self.step = 0, 0
-        self.passes = passes_of(self.by_record, version=lambda: self.version, latent_numbers=latent_numbers)
+        self.passes = passes_of(self.by_record, version=lambda pieces: self.version, latent_numbers=latent_numbers)
 
     def computes(self, lengths: list[int]) -> bool:
         """Run a pass both ways, with the same result. Return whether the record's way computed it."""
@@ -195,7 +195,7 @@ class TwoRanks:
         regions = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(2)]
         self.by_record = [NativeLayers(regions=regions, rank=rank) for rank in range(2)]
         self.alone = [NativeLayers() for _ in range(2)]
-        self.passes = [passes_of(layers, version=lambda: 0) for layers in self.by_record]
+        self.passes = [passes_of(layers, version=lambda pieces: 0) for layers in self.by_record]
         self.step = 0
 
     def recorded(self, *lengths: list[int]) -> tuple[bool, ...]:

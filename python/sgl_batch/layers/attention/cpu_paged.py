@@ -264,8 +264,7 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
             "sinks": sinks,
         }
         split, heads, width = self.split.current, layer.tp_q_head_num, layer.qk_head_dim
-        token_bytes = sum(pool[0].nbytes for pool in pools) // self.pool.page_size
-        if split is None or not split.pays(pieces.visits * token_bytes, heads):
+        if split is None or not split.pays(self._visited_bytes(pieces, pools), heads):
             return native_paged.attend(kernels, rows, pools, pieces, **options)
         return split.columns(
             heads * width,
@@ -274,6 +273,20 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
                 kernels, rows, pools, pieces, heads=(first // width, last // width), **options
             ),
         )
+
+    def _visited_bytes(self, pieces: PieceMetadata, pools: Sequence[torch.Tensor]) -> int:
+        """Return how much of a layer's keys and values the pieces read."""
+        return pieces.visits * sum(pool[0].nbytes for pool in pools) // self.pool.page_size
+
+    def shares(self, pieces: PieceMetadata) -> bool:
+        """Return whether the ranks of a shared pass over these pieces divide the heads, if there are enough of them.
+
+        They always do where attention is latent.
+        """
+        split = self.split.current
+        if split is None or isinstance(self.pool, LatentPagePool):
+            return split is not None
+        return split.pays(self._visited_bytes(pieces, self.pool.page_parts(0)), split.size)
 
     def _attend_latent(
         self, kernels: ModuleType, pool: LatentPagePool, q: torch.Tensor, layer: Any, pieces: PieceMetadata

@@ -135,7 +135,7 @@ def attend_heads(
 ) -> torch.Tensor:
     """Attend as `attend` does, with the query heads [first, last) of q alone: [rows, (last - first) * head_dim].
 
-    Several ranks may read one KV head: the query heads need not be all those of a KV head. With sinks each unit is a
+    They may be all those of some KV heads, of which the pages have others beside them. Else several ranks may read one KV head: the query heads need not be all those of a KV head. With sinks each unit is a
     call of its own, because its query heads have their own sinks.
     """
     (first, last), rows = heads, len(q)
@@ -143,6 +143,19 @@ def attend_heads(
         return q.new_empty(rows, 0)
     num_kv_heads = pools[0].shape[1]
     group = q.shape[1] // head_dim // num_kv_heads
+    if first % group == last % group == 0:
+        keys, values = (pool[:, first // group : last // group] for pool in pools)
+        return attend(
+            kernels,
+            q[:, first * head_dim : last * head_dim],
+            (keys, values),
+            pieces,
+            page_size=page_size,
+            head_dim=head_dim,
+            scaling=scaling,
+            window=window,
+            sinks=None if sinks is None else sinks[first:last],
+        )
     unit = gcd(group, first, last)
     by_kv_head = tuple(pool.flatten(0, 1)[:, None] for pool in pools)
     q_UTD = q[:, first * head_dim : last * head_dim].view(rows, -1, unit * head_dim).transpose(0, 1)

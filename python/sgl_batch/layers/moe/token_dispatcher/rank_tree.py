@@ -28,23 +28,3 @@ def sum_over_ranks(tokens_S: Sequence[torch.Tensor], rows_SM: Sequence[torch.Ten
         # One rank's rows need no [T, M] of their own. Each token has one row here, so that no order is undefined.
         return out_TM.index_add_(0, tokens_S[half], rows_SM[half])
     return out_TM.add_(sum_over_ranks(tokens_S[half:], rows_SM[half:], num_tokens))
-
-
-def sum_of_partials(partials_TRM: torch.Tensor, has_TR: torch.Tensor) -> torch.Tensor:
-    """Return the sums [T, M] of the ranks' partial sums of the same tokens, in the same order.
-
-    `has_TR`: whether a rank has an expert of a token; else its row counts as nothing. A token without any gets 0.
-    `partials_TRM` is changed: few rows count as nothing, and a copy of all takes as long as the sums.
-    """
-    partials_TRM[(~has_TR).nonzero(as_tuple=True)] = _NOTHING
-    sums_TM = _tree_sum(partials_TRM)
-    sums_TM[~has_TR.any(1)] = 0.0
-    return sums_TM
-
-
-def _tree_sum(rows_TRM: torch.Tensor) -> torch.Tensor:
-    ranks = rows_TRM.shape[1]
-    if ranks == 1:
-        return rows_TRM[:, 0]
-    half = (ranks + 1) // 2
-    return _tree_sum(rows_TRM[:, :half]) + _tree_sum(rows_TRM[:, half:])
