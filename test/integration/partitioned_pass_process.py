@@ -10,7 +10,7 @@ import importlib
 import json
 import multiprocessing
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,25 @@ from sgl_batch.model_executor.partition_set import PartitionSets
 FIRST, SECOND = (20, 7, 33), (41, 3, 1)
 ROWS = range(len(FIRST))
 PAGES_EACH = 8
+# The rows of each decode pass. The last ones of as many rows run from a record, where passes have one.
+DECODED = [[*ROWS]] * 3 + [[0]] * 3
 # The first prefill has 60 rows, the second 45.
 SUMMED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A model, its number type and flags of sgl_batch; and the sets that the engine's ranks form."""
+    """A model, its number type and flags of sgl_batch; and the sets that the engine's ranks form.
+
+    `least_bytes`: what a product or attention must read to be split. `by_hand`: ranks that run no pass from a record.
+    """
 
     model: str
     dtype: str
     flags: dict[str, Any]
     sets: list[list[int]]
+    least_bytes: int = 0
+    by_hand: list[int] = field(default_factory=list)
 
 
 class Scene:
@@ -47,7 +54,7 @@ class Scene:
         self.runner, self.pool = runner, runner.token_to_kv_pool
         draw = torch.Generator().manual_seed(7)
         self.ids = [
-            torch.randint(runner.model.config.vocab_size, (first + second + 4,), generator=draw).tolist()
+            torch.randint(runner.model.config.vocab_size, (first + second + len(DECODED),), generator=draw).tolist()
             for first, second in zip(FIRST, SECOND, strict=True)
         ]
         table = runner.req_to_token_pool.req_to_token
@@ -64,21 +71,17 @@ class Scene:
         found = {
             "prefill": self._pass(extend_batch(self.runner, ROWS, starts, self._tokens(starts, FIRST))),
             "prefill behind prefixes": self._pass(extend_batch(self.runner, ROWS, FIRST, self._tokens(FIRST, ends))),
-            "decode of all": self._pass(decode_batch(self.runner, ROWS, ends, self._nexts(ROWS, ends))),
-            "decode of one": self._decode_first(ends[0] + 1),
-            "decode of one again": self._decode_first(ends[0] + 2),
-            # By now from a record, where passes have one.
-            "decode of one at last": self._decode_first(ends[0] + 3),
         }
+        for number, rows in enumerate(DECODED):
+            now = [ends[row] + number for row in rows]
+            batch = decode_batch(self.runner, rows, now, self._nexts(rows, now))
+            found[f"decode {number} of {len(rows)}"] = self._pass(batch)
         for row, end in zip(ROWS, ends, strict=True):
             first = (1 + row * PAGES_EACH) * PAGE
             for layer in range(self.pool.layer_num):
                 parts = self.pool.read_kv(layer, torch.arange(first, first + end + 1))
                 found[f"kv of sequence {row} in layer {layer}"] = torch.cat([part.flatten() for part in parts])
         return found
-
-    def _decode_first(self, end: int) -> torch.Tensor:
-        return self._pass(decode_batch(self.runner, [0], [end], self._nexts([0], [end])))
 
     def _tokens(self, begins: Any, ends: Any) -> list[list[int]]:
         return [self.ids[row][begin:end] for row, begin, end in zip(ROWS, begins, ends, strict=True)]
@@ -102,6 +105,8 @@ def run_rank(work: Work, rank: int, directory: Path) -> None:
     num_ranks = sum(map(len, work.sets))
     rank_context = RankContext(rank=rank, topology=Topology.uniform(num_ranks), directory=directory)
     runner = load(work.model, work.dtype, directory, rank_context=rank_context, **work.flags)
+    if rank in work.by_hand:
+        runner.layer_runner._recorded = None
     scene = Scene(runner)
     counts = runner.layer_runner.counters.counts
     expected = scene.run()
@@ -111,7 +116,7 @@ def run_rank(work: Work, rank: int, directory: Path) -> None:
         runner.layer_runner.counters,
         device="cpu",
         through_memory=work.flags.get("token_dispatcher", "auto") != "gloo",
-        least_bytes=0,
+        least_bytes=work.least_bytes,
     )
     (own,) = [each for each in work.sets if rank in each]
     results = []

@@ -5,9 +5,9 @@ of them do. The first pass that has no more rows than the one before is computed
 the native library records its calls. Later passes with as many rows or fewer copy their inputs there and make the calls
 again: the same kernels over the same weights, with the same bits.
 
-Where ranks exchange rows through memory that they share, the exchange is among the calls, and what comes from other ranks
-differs from pass to pass. A pass without rows, in which a rank computes for others alone, has a record of its own. Passes
-that all ranks share have the gathers of columns among their calls.
+Where ranks exchange rows through memory that they share, the exchange is among the calls, and what comes from other
+ranks differs from pass to pass. A pass without rows, in which a rank computes for others alone, has a record of its
+own. Passes that all ranks share have the gathers of columns among their calls.
 
 Some of torch's operators on rows lie between the native calls, and are made native calls themselves: their bits stay.
 A pass whose layers compute with anything but recordable operators and views is not recorded, and no other is tried.
@@ -37,8 +37,8 @@ Compute = Callable[[Sequence[Part], torch.Tensor], torch.Tensor]
 """Computes all layers of a pass: of its one part and its embeddings, the hidden states after the last norm."""
 
 Version = Callable[[PieceMetadata | None], object]
-"""Changes whenever weights or KV pages may lie elsewhere, or weights may be packed anew, or a pass over these pieces, or
-without rows, makes other calls for another reason than its number of rows."""
+"""Changes whenever weights or KV pages may lie elsewhere, weights may be packed anew, or a pass over these pieces (or
+without rows) makes other calls for another reason than its number of rows."""
 
 _Out = TypeVar("_Out")
 
@@ -75,8 +75,8 @@ _RECORDED = frozenset(
         "write_rows",
     )
 )
-# They give memory that a recorded operator writes, or another shape to what one has written, or compare number types, or
-# free an earlier record, whenever Python gets round to it.
+# They give memory that a recorded operator writes, or another shape to what one has written, or compare number types,
+# or free an earlier record, whenever Python gets round to it.
 _OTHERS = frozenset(
     (
         "aten::_unsafe_view",

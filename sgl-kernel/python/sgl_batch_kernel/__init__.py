@@ -307,9 +307,9 @@ def attention(
 
     Piece i is rows [starts[i], starts[i + 1]) of q: the last tokens of a sequence of lengths[i] tokens, which lie in
     the pages tables[table_starts[i]] and on. `k_pages`: [pages, KV heads, ...] of which the rest is a packed matrix
-    [page_size, head_dim]; `v_pages` likewise, [head_dim, page_size]; both may be some heads of pages. A row's result depends on its sequence alone.
-    A row sees the last `window` tokens up to its own, or all with 0. `sinks` [query heads], float32: a score beside
-    those of the tokens, whose weight goes to no value.
+    [page_size, head_dim]; `v_pages` likewise, [head_dim, page_size]. Both may be some heads of wider pages. A row's
+    result depends on its sequence alone. A row sees the last `window` tokens up to its own, or all with 0. `sinks`
+    [query heads], float32: a score beside those of the tokens, whose weight goes to no value.
     """
     out: torch.Tensor = _ops.attention(
         q_TD, k_pages, v_pages, starts, lengths, table_starts, tables, page_size, head_dim, scaling, window, sinks
@@ -350,9 +350,9 @@ def exchange_dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """Give this rank's tokens to all ranks and take the rows that its experts must compute: x [R, M], ids and weights.
 
-    `regions`: the ranks' shared memory, uint8, zero at first, all mapped in every rank. ids: int32. What is returned lies
-    in this rank's region. Last come the seconds waited for other ranks. Raises ValueError for ids out of range, before
-    the others can see anything of it, and on all ranks where their formats differ.
+    `regions`: the ranks' shared memory, uint8, zero at first, all mapped in every rank. ids: int32. What is returned
+    lies in this rank's region. Last come the seconds waited for other ranks. Raises ValueError for ids out of range,
+    before the others can see anything of it, and on all ranks where their formats differ.
     """
     x_RM, ids_RK, weights_RK, waited_ns = _ops.exchange_dispatch(
         regions, rank, x_TM, topk_ids_TK, topk_weights_TK, num_experts, spin_us, timeout_s
@@ -457,8 +457,8 @@ def record_begin(rows: int) -> None:
     """Record this thread's calls of experts, linear layers, norms, rotations, `topk`, attention, and writes to pages.
 
     And of the row operators, of `gather_columns` and the operators of shared passes, and of `exchange_dispatch` and
-    `exchange_combine`, with nothing but experts between them. All others must be of `rows` rows each; those of attention
-    have one row a piece, and `gather_columns` may have some for each row. Other operators are not recorded.
+    `exchange_combine`, with nothing but experts between them. All others must be of `rows` rows each; those of
+    attention have one row a piece, and `gather_columns` may have some for each row. Other operators are not recorded.
     """
     _ops.record_begin(rows)
 

@@ -276,7 +276,8 @@ class CpuPagedAttention(AttentionBackend):  # type: ignore[misc]
 
     def _visited_bytes(self, pieces: PieceMetadata, pools: Sequence[torch.Tensor]) -> int:
         """Return how much of a layer's keys and values the pieces read."""
-        return pieces.visits * sum(pool[0].nbytes for pool in pools) // self.pool.page_size
+        page_size: int = self.pool.page_size
+        return pieces.visits * sum(pool[0].nbytes for pool in pools) // page_size
 
     def shares(self, pieces: PieceMetadata) -> bool:
         """Return whether the ranks of a shared pass over these pieces divide the heads, if there are enough of them.

@@ -135,8 +135,8 @@ def attend_heads(
 ) -> torch.Tensor:
     """Attend as `attend` does, with the query heads [first, last) of q alone: [rows, (last - first) * head_dim].
 
-    They may be all those of some KV heads, of which the pages have others beside them. Else several ranks may read one KV head: the query heads need not be all those of a KV head. With sinks each unit is a
-    call of its own, because its query heads have their own sinks.
+    Where they are all those of some KV heads, one call reads these in the pages. They need not be: several ranks may
+    read one KV head. With sinks each unit is then a call of its own, because its query heads have their own sinks.
     """
     (first, last), rows = heads, len(q)
     if first == last:
