@@ -7,8 +7,9 @@
 
 namespace sgl_batch {
 
-// Pages hold `page` tokens of `page_heads` heads, of which k_pages and v_pages begin at the first of `kv_heads`. Of one head and page, keys are a packed matrix [page, dim] (a panel is
-// kPanel tokens wide) and values a packed matrix [dim, page] (a panel is kPanel channels wide), as in gemm.h.
+// Pages hold `page` tokens of `page_heads` heads, of which k_pages and v_pages begin at the first of `kv_heads`. Of one
+// head and page, keys are a packed matrix [page, dim] (a panel is kPanel tokens wide) and values a packed matrix
+// [dim, page] (a panel is kPanel channels wide), as in gemm.h.
 //
 // Piece i is rows [starts[i], starts[i + 1]) of q: the last tokens of a sequence of lengths[i] tokens, all of which lie
 // in the pages tables[table_starts[i]] and on. Row r of a piece sees the tokens up to its own: all, or the last `window`.
