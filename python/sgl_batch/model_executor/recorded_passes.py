@@ -258,9 +258,14 @@ class _Record:
 
 
 def _part_of(names: list[str], index: int) -> int:
-    """Return which of `_PARTS` a call belongs to: the product before a choice of experts is the router."""
+    """Return which of `_PARTS` a call belongs to.
+
+    The product before a choice of experts is the router, and that behind the first half of an MLP belongs to it.
+    """
     following = names[index + 1] if index + 1 < len(names) else ""
-    if names[index].startswith("experts"):
+    before = next((name for name in reversed(names[:index]) if name not in ("gather_columns", "copy_rows")), "")
+    is_second_half = before == "gated" and names[index].startswith("linear")
+    if names[index] == "gated" or is_second_half or names[index].startswith("experts"):
         return _PARTS.index("experts")
     if names[index] in ("exchange_dispatch", "exchange_combine", "gather_columns", "sum_partials"):
         return _PARTS.index("exchange")

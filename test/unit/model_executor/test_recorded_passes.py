@@ -326,6 +326,22 @@ def test_time_counts_to_the_parts_of_a_pass():
     assert all(spent[part] > 0 for part in ("attention", "router", "experts"))
 
 
+def test_both_halves_of_an_mlp_that_ranks_share_count_to_experts():
+    names = ["linear", "gated", "gather_columns", "copy_rows", "linear", "gather_columns", "linear", "topk", "experts"]
+    parts = [recorded_passes._PARTS[recorded_passes._part_of(names, index)] for index in range(len(names))]
+    assert parts == [
+        "attention",
+        "experts",
+        "exchange",
+        "attention",
+        "experts",
+        "exchange",
+        "router",
+        "router",
+        "experts",
+    ]
+
+
 def test_other_weights_or_pages_are_recorded_anew():
     runs = Runs()
     assert [runs.computes([5] * 3) for _ in range(3)] == [True, True, False]
