@@ -17,6 +17,11 @@ _LOADER_INTERFACE = 4
 BUILD_KERNELS = "build them with scripts/install, or with a GPU: `pip install --no-build-isolation ./sgl-kernel`"
 
 
+def kernel_interface() -> int:
+    """Return the version of the native kernels' interface that this package calls. It changes with what they can do."""
+    return _INTERFACE
+
+
 @cache
 def native_kernels() -> ModuleType | None:
     """Return the compiled module, or None if it cannot be loaded, with a warning that gives the reason.

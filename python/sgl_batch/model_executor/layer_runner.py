@@ -216,7 +216,8 @@ class LayerRunner:
         batch, limits = parts[0].batch, self.plan.decode
         one = len(parts) == 1 and batch.forward_mode.is_decode() and len(parts[0].sub_batches) == 1
         rows, fixed = len(batch.input_ids), self.order is static_order and self.decode_source is None
-        # All ranks of a shared pass gather the same columns, whether they run it from a record or not.
+        # With more rows a shared pass computes experts in another way. A rank whose record is of more rows than this
+        # pass has would gather other columns than a rank that has none.
         shared = self.partition is None or (self.partition.is_all and rows <= MOST_ROWS)
         return one and fixed and shared and self._makes_one_call() and rows <= limits.expert_rows
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sgl_batch.core.start_choices import Choice, choice_of
 from sgl_batch.installed_versions import versions_of
+from sgl_batch.kernel_loader import kernel_interface
 from sgl_batch.user_cache import cache_directory, hashed_name, write_json
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ class ChoiceKey:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the packages on which a choice depends."""
-    return versions_of(_PACKAGES)
+    """Return the versions of the packages on which a choice depends, and of the kernels, which change more often."""
+    return {**versions_of(_PACKAGES), "kernels": str(kernel_interface())}
 
 
 def model_hash(model: str) -> str:

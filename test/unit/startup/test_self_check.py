@@ -141,7 +141,7 @@ def test_the_key_has_the_models_configuration_and_versions(tmp_path):
     first = model_hash(str(tmp_path))
     (tmp_path / "config.json").write_text('{"layers": 2}')
     assert len({first, model_hash(str(tmp_path)), model_hash("org/name")}) == 3
-    assert set(versions()) == {"sgl-batch", "sglang", "torch"}
+    assert set(versions()) == {"sgl-batch", "sglang", "torch", "kernels"}
 
 
 def test_all_self_checks_share_one_budget_of_time():
