@@ -49,8 +49,12 @@ inline TileConfig config_for(int rows) {
 
 thread_local int configured_rows = 0;  // by this task
 
+inline bool configured_whole() { return configured_rows == kTwoTiles; }
+
+// Tiles that are configured whole stay so for all rows that fill one: to load a configuration takes longer than rows that are
+// computed twice, see Starts.
 inline void configure(int rows) {
-  if (configured_rows == rows) return;
+  if (configured_rows == rows || (configured_whole() && rows >= kTileRows)) return;
   configure_tiles(config_for(rows));
   configured_rows = rows;
 }
@@ -84,12 +88,20 @@ struct BlockPrefetch {
 enum class Hold { kOne, kTwo, kThree };
 inline Hold hold_of(int rows) { return rows > kTwoTiles ? Hold::kThree : rows > kTileRows ? Hold::kTwo : Hold::kOne; }
 
-// Where the second and the third tile of so many rows begin.
+// Where the second and the third tile of so many rows begin, as tiles are configured. The last one ends with the rows: where it is
+// whole, it begins within the one before.
 template <Hold hold>
 struct Starts {
-  explicit Starts(int rows)
-      : second(hold == Hold::kThree ? third_of(rows) : kTileRows), third(hold == Hold::kThree ? rows - third_of(rows) : 0) {}
-  const int64_t second, third;
+  explicit Starts(int rows) {
+    const int whole = configured_whole() ? kTileRows : 0;
+    if (hold == Hold::kThree) {
+      const int own = whole > 0 ? whole : third_of(rows);
+      second = own, third = rows - own;
+    } else {
+      second = whole > 0 ? rows - whole : kTileRows, third = 0;
+    }
+  }
+  int64_t second, third;
 };
 
 // How many of a panel's columns are met: all, by two tiles, or the first half.
@@ -123,9 +135,9 @@ void store_sums(void* to, int64_t stride, const Starts<hold>& starts) {
   each_sum<width>(to, stride, starts, [stride]<int tile>(char* at) { store_tile<tile>(at, stride); });
 }
 
-// Product: the instruction, as a template over its three tiles.
+// Product: the instruction, as a template over its three tiles. `rows_pass`: see Tile.
 template <typename Product, Width width = Width::kWhole, Hold hold>
-inline void multiply_block(const void* rows, int64_t stride, const void* columns, const Starts<hold>& starts) {
+inline void multiply_block(const void* rows, int64_t stride, const void* columns, const Starts<hold>& starts, bool rows_pass = false) {
   const auto* a = static_cast<const char*>(rows);
   const auto* panel = static_cast<const char*>(columns);
   if constexpr (hold == Hold::kThree) {
@@ -144,6 +156,19 @@ inline void multiply_block(const void* rows, int64_t stride, const void* columns
     load_tile<6>(a, stride);
     Product::template multiply<1, 6, 7>();
     return;
+  }
+  if constexpr (hold == Hold::kTwo && width == Width::kWhole) {
+    if (rows_pass) {
+      load_tile<6>(panel, kStepBytes);
+      load_passing_tile<4>(a, stride);
+      Product::template multiply<0, 4, 6>();
+      load_tile<7>(panel + kTileRowBytes, kStepBytes);
+      Product::template multiply<1, 4, 7>();
+      load_passing_tile<5>(a + starts.second * stride, stride);
+      Product::template multiply<2, 5, 6>();
+      Product::template multiply<3, 5, 7>();
+      return;
+    }
   }
   load_tile<6>(panel, kStepBytes);
   load_tile<4>(a, stride);

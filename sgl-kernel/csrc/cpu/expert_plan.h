@@ -33,6 +33,7 @@ struct ExpertCut {
   int64_t rows_per_group;  // routed rows of a group: its tokens' open sums stay in the L2 cache
   int64_t down_panel_bytes;
   int64_t down_panels = kDownPanelsPerTask;
+  int64_t rows_unit = 1;  // of an expert's blocks all but the last one have a multiple of it; it divides rows_per_block
 };
 
 // A panel of an expert's matrix.

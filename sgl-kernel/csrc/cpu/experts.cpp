@@ -62,7 +62,7 @@ class Experts {
     if (!tile_.cut.row_blocks)
       return {.rows_per_block = block_rows_, .rows_per_group = kGroupRowsPerMiB * second_cache_mib(), .down_panel_bytes = panel_bytes};
     return {.rows_per_block = block_rows_, .rows_per_group = kGroupRowsOfBlocks, .down_panel_bytes = panel_bytes,
-            .down_panels = kDownPanelsOfBlocks};
+            .down_panels = kDownPanelsOfBlocks, .rows_unit = tile_.cut.usual_rows()};
   }
 
   void lay_out() {
@@ -138,13 +138,15 @@ class Experts {
     char* spare = scratch + panels_at_;
     auto* products = reinterpret_cast<float*>(scratch + products_at_);
     const Tiles tiles(block.begin, block.end, tile_.cut);
-    const KParts parts = tiles.parts(c_.hidden, tile_.cut);
+    const bool rows_pass = tiles.rows_pass(tile_.cut);
+    const KParts parts = tiles.parts(c_.hidden, tile_.cut, kBlockK, rows_pass);
     const TileUse use(tile_);
     const int64_t calls = 2 * (task.last - task.first) * tiles.count * parts.count;
     int64_t call = 0;
     for (int64_t panel = task.first; panel < task.last; ++panel) {
       ReadyPanel gate_panel = gate.ready(panel, isa_, spare, tiles.count);
       ReadyPanel up_panel = up.ready(panel, isa_, spare + gate.spare_bytes(isa_), tiles.count);
+      gate_panel.rows_pass = up_panel.rows_pass = rows_pass;
       const Place next = panel + 1 < task.last ? Place{block.expert, panel + 1} : Place{after.block.expert, after.first};
       const char* next_gate = w13(next.expert, 0).panel(next.panel);
       const char* next_up = w13(next.expert, 1).panel(next.panel);

@@ -61,7 +61,7 @@ class Int8Experts {
     if (!kernel_.cut.row_blocks)
       return {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsPerMiB, .down_panel_bytes = panel_bytes};
     return {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsOfBlocks, .down_panel_bytes = panel_bytes,
-            .down_panels = kDownPanelsOfBlocks};
+            .down_panels = kDownPanelsOfBlocks, .rows_unit = kernel_.cut.usual_rows()};
   }
 
   void lay_out() {
@@ -188,18 +188,20 @@ class Int8Experts {
     const uint8_t* next_gate = w13(next.expert, 0).panel(next.panel);
     const uint8_t* next_up = w13(next.expert, 1).panel(next.panel);
     const Tiles tiles(0, block.end - block.begin, kernel_.cut);
-    const KParts parts = tiles.parts(c_.hidden, kernel_.cut, kRowBytes);
+    const bool rows_pass = tiles.rows_pass(kernel_.cut);
+    const KParts parts = tiles.parts(c_.hidden, kernel_.cut, kRowBytes, rows_pass);
     auto* gate_sums = reinterpret_cast<int32_t*>(scratch + parts_at_);
     int32_t* up_sums = gate_sums + tiles.rows * kPanel;
     // Part by part, one of the two panels at a time stays in the first cache.
     if (parts.count > 1)
       for (int64_t part = 0; part < parts.count; ++part) {
-        add_part(rows, tiles, parts, part, gate_panel, next_gate, gate_sums);
-        add_part(rows, tiles, parts, part, up_panel, next_up, up_sums);
+        add_part(rows, tiles, parts, part, gate_panel, next_gate, rows_pass, gate_sums);
+        add_part(rows, tiles, parts, part, up_panel, next_up, rows_pass, up_sums);
       }
     alignas(64) float gates[kMaxRows * kPanel], ups[kMaxRows * kPanel];
     for (int64_t tile = 0; tile < tiles.count; ++tile) {
-      const Int8TileOf gate_tile{tiles, tile, next_gate}, up_tile{tiles, tile, next_up};
+      const Int8TileOf gate_tile{.tiles = tiles, .tile = tile, .next_panel = next_gate, .rows_pass = rows_pass};
+      const Int8TileOf up_tile{.tiles = tiles, .tile = tile, .next_panel = next_up, .rows_pass = rows_pass};
       const int64_t row = tiles.at(tile);
       if (parts.count > 1) {
         gate_panel.finish(rows, gate_tile, gate_sums + row * kPanel, gates, kPanel);
@@ -214,9 +216,10 @@ class Int8Experts {
 
   // A part of k of all tiles.
   static void add_part(const Int8Rows& rows, const Tiles& tiles, const KParts& parts, int64_t part, const Int8Panel& panel,
-                       const uint8_t* next, int32_t* sums) {
+                       const uint8_t* next, bool rows_pass, int32_t* sums) {
     for (int64_t tile = 0; tile < tiles.count; ++tile)
-      panel.add_up(rows, {tiles, tile, next}, parts.at(part), parts.length(part), sums + tiles.at(tile) * kPanel);
+      panel.add_up(rows, {.tiles = tiles, .tile = tile, .next_panel = next, .rows_pass = rows_pass}, parts.at(part), parts.length(part),
+                   sums + tiles.at(tile) * kPanel);
   }
 
   void mix(const float* gates, const float* ups, int m, float* to) const {

@@ -28,6 +28,7 @@ constexpr int64_t kLineBytes = 64;  // of a cache line
 constexpr int64_t kWayBytes = 4096;  // of a first cache, which has but 8 to 12 ways: lines so far apart share a place in each
 constexpr int64_t kBlockK = 32;  // numbers of a row, see below
 constexpr int64_t kAnyK = int64_t{1} << 40;
+constexpr int64_t kTilesOfPassingRows = 8;  // so many tiles read a panel often enough for rows to pass, see Tile
 constexpr int64_t kTilesWithoutParts = 2;  // so few tiles read a panel too rarely for k to be cut, see TileCut::best_k
 
 // How far apart rows of so many bytes should begin, so that the caches have room for those of a tile.
@@ -113,6 +114,7 @@ struct Tile {
   Ahead ahead;
   int64_t a_block = 0;  // bytes from one line of a row to the next; 0: they follow one another
   uint32_t base = 0;         // of a coded panel, or the group of one of int4, fp8 or int8
+  bool rows_pass = false;    // the first cache is for the panel, which many tiles read: rows need not stay in it
   void* kept = nullptr;  // where a panel's numbers go for TileKernel::run_kept, or null
 };
 using TileFn = void (*)(const Tile& tile);
@@ -125,6 +127,7 @@ struct TileCut {
   int full_rows = 0;        // of all tiles but the last, which has up to max_rows; 0: there are as few equal ones as there can be
   bool row_blocks = false;  // rows are best given by blocks of k
   int64_t best_k = kAnyK;   // a longer k is best cut into parts of it, whole lines, whose panel stays in the first cache
+  int64_t passing_k = kAnyK;  // the same where rows pass by the first cache, see Tile
 
   // Of most tiles.
   int usual_rows() const { return full_rows == 0 ? max_rows : full_rows; }

@@ -175,12 +175,12 @@ struct Multiply {
     static void multiply(const Tile& tile, const Met& first, const Met& second) {
       const bool is_one = second.k == 0;
       const Rest<Panel> rest(tile, is_one ? first : second, is_one ? 0 : first.steps() / kSteps);
-      const Starts<hold> starts(tile.m);
       [[maybe_unused]] alignas(64) char copied[kSteps * kStepBytes];
       Panel own(tile);
       BlockPrefetch prefetch(tile.ahead);
       const auto* a = static_cast<const char*>(tile.a);
       configure(tile.m);
+      const Starts<hold> starts(tile.m);
       if (tile.add)
         load_sums<width>(tile.c, tile.c_stride * kWord, starts);
       else
@@ -189,7 +189,7 @@ struct Multiply {
         const auto* panel = static_cast<const char*>(met.panel);
         for (int64_t block = met.steps() / kSteps; block > 0; --block) {
           prefetch.advance();
-          multiply_block<PairProduct, width>(a, tile.a_stride, own.block(panel, copied), starts);
+          multiply_block<PairProduct, width>(a, tile.a_stride, own.block(panel, copied), starts, tile.rows_pass);
           a += block_bytes(tile);
           panel += kSteps * Panel::kBytes;
         }
@@ -216,7 +216,7 @@ void run_two(const Tile& tile, const void* second, int64_t second_k) {
 
 }  // namespace
 
-constexpr TileCut kCut{.max_rows = kMaxRows, .full_rows = kTwoTiles, .row_blocks = true, .best_k = 256};
+constexpr TileCut kCut{.max_rows = kMaxRows, .full_rows = kTwoTiles, .row_blocks = true, .best_k = 256, .passing_k = 512};
 
 constinit const TileKernel kAmxBf16Tile{.run = run<PanelBf16>,
                                         .run_i8 = run<PanelI8>,

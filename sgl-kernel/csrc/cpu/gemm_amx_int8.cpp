@@ -22,18 +22,18 @@ struct Multiply {
   static void run(const Int8Tile& tile) {
     constexpr int64_t kSumStride = kPanel * kWord;
     const int64_t rest = tile.steps % kSteps;
-    const Starts<hold> starts(tile.m);
     BlockPrefetch prefetch(tile.ahead);
     const auto* a = tile.a;
     const auto* panel = tile.panel;
     configure(tile.m);
+    const Starts<hold> starts(tile.m);
     if (tile.add)
       load_sums(tile.c, kSumStride, starts);
     else
       zero_sums(tile.c, kSumStride, starts);
     for (int64_t block = tile.steps / kSteps; block > 0; --block) {
       prefetch.advance();
-      multiply_block<ByteProduct>(a, tile.a_stride, panel, starts);
+      multiply_block<ByteProduct>(a, tile.a_stride, panel, starts, tile.rows_pass);
       a += tile.a_block;
       panel += kSteps * kStepBytes;
     }
@@ -55,7 +55,7 @@ constinit const Int8Kernel kAmxInt8{
     .name = "amx_int8",
     .run = run,
     .divide = divide_avx512,
-    .cut = {.max_rows = kMaxRows, .full_rows = kTwoTiles, .row_blocks = true, .best_k = 512},
+    .cut = {.max_rows = kMaxRows, .full_rows = kTwoTiles, .row_blocks = true, .best_k = 512, .passing_k = 1024},
     .release = release};
 }  // namespace sgl_batch
 #endif

@@ -37,6 +37,7 @@ struct Int8Tile {
   bool add = false;
   int64_t a_block = kRowBytes;  // bytes from one kRowBytes of a row to the next
   bool ahead_is_near = true;    // what is ahead is brought to the first cache, else to the second
+  bool rows_pass = false;       // see Tile
 };
 using Int8TileFn = void (*)(const Int8Tile& tile);
 

@@ -34,7 +34,7 @@ class Linear {
     const size_t rows_at = carver.take(in_place_ ? 0 : static_cast<size_t>(stride_ * c_.rows * c_.heads));
     Carver one;
     spare_at_ = one.take(c_.w.spare_bytes(isa_));
-    const int64_t block_rows = divide_up(c_.rows, blocks_);
+    const int64_t block_rows = round_up(divide_up(c_.rows, blocks_), rows_unit());
     const RowLayout layout = layout_of(block_rows);
     spread_at_ = one.take(spread_ ? layout.room(block_rows, row_bytes_) : 0);
     row_at_ = one.take(spread_ ? static_cast<size_t>(row_bytes_) : 0);
@@ -78,7 +78,11 @@ class Linear {
     return tile_.cut.row_blocks ? RowLayout::blocks(rows) : RowLayout::plain(row_stride(row_bytes_));
   }
 
-  int64_t block_begin(int64_t block) const { return c_.rows * block / blocks_; }
+  // Blocks but the last one have whole tiles where these are best full.
+  int64_t rows_unit() const { return tile_.cut.full_rows == 0 ? 1 : tile_.cut.full_rows; }
+  int64_t block_begin(int64_t block) const {
+    return block == blocks_ ? c_.rows : round_up(c_.rows * block / blocks_, rows_unit());
+  }
   const char* given(int64_t head, int64_t row) const {
     return static_cast<const char*>(c_.x) + (row * c_.x_row + head * c_.x_head) * element_;
   }
@@ -102,14 +106,16 @@ class Linear {
     const PackedWeight w = of_head(task.head);
     const int64_t begin = block_begin(task.block), last = first_panel(task.chunk + 1);
     const Tiles tiles(begin, block_begin(task.block + 1), tile_.cut);
-    const KParts parts = tiles.parts(w.k, tile_.cut);
     const RowLayout layout = layout_of(tiles.rows);
+    const bool rows_pass = layout.by_blocks() && tiles.rows_pass(tile_.cut);
+    const KParts parts = tiles.parts(w.k, tile_.cut, kBlockK, rows_pass);
     const TileUse use(tile_);
     auto* results = reinterpret_cast<float*>(own + results_at_);
     const char* rows = in_place_ ? given(task.head, begin) : converted(task.head, begin);
     if (spread_) rows = spread(task.head, tiles, layout, own + spread_at_, own + row_at_);
     for (int64_t panel = first_panel(task.chunk); panel < last; ++panel) {
       ReadyPanel ready = w.ready(panel, isa_, own + spare_at_, tiles.count);
+      ready.rows_pass = rows_pass;
       const char* next = panel + 1 < last ? w.panel(panel + 1) : after;
       for (int64_t part = 0; part < parts.count; ++part) {
         const int64_t k = parts.at(part);

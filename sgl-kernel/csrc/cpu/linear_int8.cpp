@@ -26,7 +26,7 @@ class LinearInt8 {
     const Int8RowsRoom rows_room(carver, c_.rows, c_.w.k, kernel_.cut.row_blocks);
     Carver one;
     spare_at_ = one.take(c_.w.spare_bytes());
-    const int64_t block_rows = c_.w.k > kernel_.cut.best_k ? divide_up(c_.rows, blocks_) : 0;
+    const int64_t block_rows = c_.w.k > kernel_.cut.best_k ? round_up(divide_up(c_.rows, blocks_), rows_unit()) : 0;
     sums_at_ = one.take(sizeof(int32_t) * kPanel * static_cast<size_t>(block_rows));
     const size_t own_bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     const size_t own_at = carver.take(own_bytes * num_threads());
@@ -59,7 +59,11 @@ class LinearInt8 {
     return keeps_rows_ ? panels_of_few_tasks(panels, blocks_) : panels_per_task(panels * blocks_, c_.w.panel_bytes());
   }
 
-  int64_t block_begin(int64_t block) const { return c_.rows * block / blocks_; }
+  // Blocks but the last one have whole tiles where these are best full.
+  int64_t rows_unit() const { return kernel_.cut.full_rows == 0 ? 1 : kernel_.cut.full_rows; }
+  int64_t block_begin(int64_t block) const {
+    return block == blocks_ ? c_.rows : round_up(c_.rows * block / blocks_, rows_unit());
+  }
   int64_t first_panel(int64_t chunk) const { return c_.w.panels() * chunk / chunks_; }
 
   // A block of rows through a chunk of panels. `after`: the panel that this thread needs next. `own`: the thread's memory.
@@ -67,7 +71,8 @@ class LinearInt8 {
     const PackedInt8& w = c_.w;
     const int64_t begin = block_begin(task.block), last = first_panel(task.chunk + 1);
     const Tiles tiles(begin, block_begin(task.block + 1), kernel_.cut);
-    const KParts parts = tiles.parts(w.k, kernel_.cut, kRowBytes);
+    const bool rows_pass = tiles.rows_pass(kernel_.cut);
+    const KParts parts = tiles.parts(w.k, kernel_.cut, kRowBytes, rows_pass);
     const TileUse use(kernel_.release);
     auto* sums = reinterpret_cast<int32_t*>(own + sums_at_);
     alignas(64) float result[kMaxRows * kPanel];
@@ -77,7 +82,7 @@ class LinearInt8 {
       const uint8_t* next = panel + 1 < last ? w.panel(panel + 1) : after;
       for (int64_t part = 0; part < parts.count; ++part) {
         for (int64_t tile = 0; tile < tiles.count; ++tile) {
-          const Int8TileOf of{tiles, tile, next};
+          const Int8TileOf of{.tiles = tiles, .tile = tile, .next_panel = next, .rows_pass = rows_pass};
           const int64_t row = tiles.at(tile);
           const int m = tiles.size(tile);
           char* out = static_cast<char*>(c_.out) + row * out_bytes() + panel * kPanel * element_;

@@ -31,11 +31,12 @@ struct ReadyPanel {
   void* spare = nullptr;
   TileFn next_tile = nullptr;
   int64_t next_step = 0;
+  bool rows_pass = false;  // see Tile
 
   const void* from(int64_t k) const { return static_cast<const char*>(data) + k * step; }
   // Runs a tile, whose panel is `from` some k, with what else it needs to know of the panel.
   void multiply(Tile one) {
-    one.base = base, one.kept = spare;
+    one.base = base, one.kept = spare, one.rows_pass = rows_pass;
     tile(one);
     if (spare != nullptr) *this = {spare, next_tile, next_step};
   }

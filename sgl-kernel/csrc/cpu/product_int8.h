@@ -22,6 +22,7 @@ struct Int8TileOf {
   const uint8_t* next_panel;
   const int8_t* next_rows = nullptr;
   int64_t count = 0;
+  bool rows_pass = false;  // see Tile
 };
 
 // A panel of a weight, ready for tiles. `bias` of all its columns, or null.
@@ -66,7 +67,8 @@ class Int8Panel {
                   .steps = quad_steps(count), .m = of.m(), .c = sums,
                   .ahead = of.tiles.ahead(of.tile, of.next_panel, kPanel * rows.k, quad_steps(rows.k), quad_steps(first), kFewInt8Rows),
                   .add = first > 0, .a_block = rows.layout.block,
-                  .ahead_is_near = of.tiles.count >= kTilesWithNearLines || !core_brings_lines_between()};
+                  .ahead_is_near = of.tiles.count >= kTilesWithNearLines || !core_brings_lines_between(),
+                  .rows_pass = of.rows_pass};
     if (of.next_rows != nullptr) bring_blocks(tile.ahead, of.next_rows + rows.layout.at(0, first), of.count, rows.layout);
     return tile;
   }

@@ -63,9 +63,11 @@ inline int64_t rows_without_lines(DType weight) { return has_groups(weight) ? kM
 inline int64_t rows_per_block(const TileCut& cut, int64_t row_bytes, bool coded = false) {
   const int64_t tile = cut.usual_rows(), usual = kTilesPerBlock * tile;
   if (!cut.row_blocks && !coded) return usual;
-  constexpr int64_t kBytes = 512 << 10;  // beside the next block's rows and the sums in the L2 cache
+  // Beside the next block's rows and the sums in the L2 cache. Kernels that take rows by blocks run where that has 2 MiB, of which
+  // more rows are worth half where they save decoding.
+  const int64_t bytes = (cut.row_blocks && coded ? 1024 : 512) << 10;
   const auto [least, most] = cut.row_blocks ? std::pair(usual / 2, 2 * usual) : std::pair(usual, 3 * usual);
-  return std::clamp<int64_t>(kBytes / row_bytes / tile * tile, least, most);
+  return std::clamp<int64_t>(bytes / row_bytes / tile * tile, least, most);
 }
 
 // How rows lie: bytes from one row to the next, and from one line of a row to the next.
@@ -103,21 +105,29 @@ struct KParts {
   int64_t k, size, count;
 };
 
-// Rows [begin, end) cut into as few tiles as there must be, all but equal ones, or full ones and a last one with the rest.
+constexpr int64_t kTilesWithLargeLast = 2;
+
+// Rows [begin, end) cut into as few tiles as there must be, all but equal ones, or full ones and a last one with the rest. A small
+// rest is in a larger last tile where tiles are few, so that weights are read as rarely as can be, else shared by the last two.
 struct Tiles {
   Tiles(int64_t first, int64_t last, const TileCut& cut)
       : begin(first),
         rows(last - first),
-        count(cut.full_rows == 0 ? divide_up(rows, cut.max_rows)
-                                 : std::max<int64_t>(1, divide_up(rows - (cut.max_rows - cut.full_rows), cut.full_rows))),
+        count(cut.full_rows == 0 ? divide_up(rows, cut.max_rows) : count_of_full(cut)),
         full_rows(cut.full_rows) {}
   int64_t at(int64_t tile) const {
-    return begin + (tile == count ? rows : full_rows > 0 ? tile * full_rows : rows * tile / count);
+    if (tile == count) return begin + rows;
+    if (full_rows == 0) return begin + rows * tile / count;
+    const int64_t rest = rows - (count - 1) * full_rows;
+    const bool shares = tile == count - 1 && count > kTilesWithLargeLast && 2 * rest <= full_rows;
+    return begin + (shares ? rows - (full_rows + rest) / 2 : tile * full_rows);
   }
   // k is cut where a panel is read so often that it should stay in the first cache.
-  KParts parts(int64_t k, const TileCut& cut, int64_t line = kBlockK) const {
-    return {k, cut.cuts_k(count) ? cut.best_k : kAnyK, line};
+  KParts parts(int64_t k, const TileCut& cut, int64_t line = kBlockK, bool rows_pass = false) const {
+    return {k, cut.cuts_k(count) ? (rows_pass ? cut.passing_k : cut.best_k) : kAnyK, line};
   }
+  // Whether rows of so many tiles should pass by the first cache, where all of them meet one panel after the other.
+  bool rows_pass(const TileCut& cut) const { return cut.passing_k != kAnyK && count >= kTilesOfPassingRows; }
   int size(int64_t tile) const { return static_cast<int>(at(tile + 1) - at(tile)); }
 
   // What the given tile, of `steps` steps over k, brings closer of `bytes` that follow from the step `first` on: together the
@@ -139,6 +149,12 @@ struct Tiles {
   }
 
   int64_t begin, rows, count, full_rows;
+
+ private:
+  int64_t count_of_full(const TileCut& cut) const {
+    const int64_t few = std::max<int64_t>(1, divide_up(rows - (cut.max_rows - cut.full_rows), cut.full_rows));
+    return few <= kTilesWithLargeLast ? few : divide_up(rows, cut.full_rows);
+  }
 };
 
 // As long as it lives a task may use these tiles. What they set up on the thread is given back in the end, so that nobody
