@@ -204,7 +204,7 @@ void execute(const Instruction& it) {
     release();
   } else if (kind == kind_of(0x49, kF2, false)) {
     memset(tile_at(it.reg).data, 0, sizeof(Tile::data));
-  } else if (kind == kind_of(0x4b, kF2, true)) {
+  } else if (kind == kind_of(0x4b, kF2, true) || kind == kind_of(0x4b, k66, true)) {  // the second one hints that rows pass
     load(tile_at(it.reg), it.base, it.indexed);
   } else if (kind == kind_of(0x4b, kF3, true)) {
     store(tile_at(it.reg), it.base, it.indexed);

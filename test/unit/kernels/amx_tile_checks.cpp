@@ -135,7 +135,7 @@ struct Case {
 };
 
 // What a tile of rows [first, first + m) gives, with the numbers between its rows and after them.
-std::vector<float> multiply(const Case& given, int first, int m) {
+std::vector<float> multiply(const Case& given, int first, int m, bool rows_pass = false) {
   const Guarded memory(sizeof(float) * static_cast<size_t>((m - 1) * kCStride + kPanel));
   auto* c = reinterpret_cast<float*>(memory.data());
   for (int row = 0; row < m; ++row) {
@@ -151,8 +151,9 @@ std::vector<float> multiply(const Case& given, int first, int m) {
     constexpr size_t kScratch = 16384;  // the tile's own, below on the stack
     amx_emulation::allow(static_cast<const char*>(__builtin_frame_address(0)) - kScratch, kScratch, false);
   }
-  (given.i8 ? kAmxBf16Tile.run_i8 : kAmxBf16Tile.run)(
-      {a, given.stride, given.panel.data(), given.k, m, c, kCStride, given.add, {given.panel.data(), 7}});
+  Tile tile{a, given.stride, given.panel.data(), given.k, m, c, kCStride, given.add, {given.panel.data(), 7}};
+  tile.rows_pass = rows_pass;
+  (given.i8 ? kAmxBf16Tile.run_i8 : kAmxBf16Tile.run)(tile);
   if (emulated) amx_emulation::forget_allowed();
   return std::vector<float>(c, c + (m - 1) * kCStride + kPanel);
 }
@@ -194,6 +195,18 @@ void check_case(const Case& given) {
       expect(own, name + ": a row's bits are those it has alone");
       expect(untouched, name + ": nothing is written beside the rows");
     }
+}
+
+// Tiles stay configured for 32 rows where a task has met as many; then, too, rows may pass.
+void check_after_whole(const Case& given) {
+  for (int m = 1; m <= kRows; ++m) {
+    kAmxBf16Tile.release();
+    const auto own = multiply(given, kRows - m, m);
+    multiply(given, 0, 32);
+    const std::string name = given.name() + ", " + std::to_string(m) + " rows after 32";
+    expect(multiply(given, kRows - m, m) == own, name + ": the same bits");
+    expect(multiply(given, kRows - m, m, true) == own, name + ", which pass: the same bits");
+  }
 }
 
 // The same rows by blocks of k, first over k below `cut`, then over the rest. Between blocks lie NaN.
@@ -489,6 +502,7 @@ int main(int argc, char** argv) {
   for (const int64_t k : {34, 96, 130})
     for (const bool add : {false, true}) {
       const Case given(k, 6, add);
+      check_after_whole(given);
       check_blocks(given);
       check_half(given);
       check_two(given);
