@@ -1,4 +1,5 @@
-// Owns decoding packed panels number by number, as the headers of each form have it: what a kernel's own is checked with.
+// Owns decoding packed panels number by number, as the headers of each form have it, and transposing words: what a kernel's own is
+// checked with.
 #pragma once
 
 #include <cstdint>
@@ -73,6 +74,13 @@ void decode_bytes_plainly(const float* scales, const void* codes, int64_t k, int
     unpack(panel.data(), kBlock, kBlock, rows.data());
     to = put_pairs(rows, kBlock, to);
   }
+}
+
+// TransposeWordsFn, which packing takes from an instruction set.
+inline void transpose_plainly(const void* from, int64_t from_stride, int64_t rows, int64_t words, void* to, int64_t to_stride) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < words; ++j)
+      std::memcpy(static_cast<char*>(to) + j * to_stride + i * 4, static_cast<const char*>(from) + i * from_stride + j * 4, 4);
 }
 
 }  // namespace sgl_batch
