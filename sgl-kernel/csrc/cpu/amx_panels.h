@@ -92,16 +92,13 @@ inline Hold hold_of(int rows) { return rows > kTwoTiles ? Hold::kThree : rows > 
 // whole, it begins within the one before.
 template <Hold hold>
 struct Starts {
-  explicit Starts(int rows) {
-    const int whole = configured_whole() ? kTileRows : 0;
-    if (hold == Hold::kThree) {
-      const int own = whole > 0 ? whole : third_of(rows);
-      second = own, third = rows - own;
-    } else {
-      second = whole > 0 ? rows - whole : kTileRows, third = 0;
-    }
-  }
-  int64_t second, third;
+  explicit Starts(int rows)
+      : second(hold == Hold::kThree ? each_of_three(rows) : configured_whole() ? rows - kTileRows : kTileRows),
+        third(hold == Hold::kThree ? rows - each_of_three(rows) : 0) {}
+  const int64_t second, third;
+
+ private:
+  static int each_of_three(int rows) { return configured_whole() ? kTileRows : third_of(rows); }
 };
 
 // How many of a panel's columns are met: all, by two tiles, or the first half.
@@ -135,7 +132,8 @@ void store_sums(void* to, int64_t stride, const Starts<hold>& starts) {
   each_sum<width>(to, stride, starts, [stride]<int tile>(char* at) { store_tile<tile>(at, stride); });
 }
 
-// Product: the instruction, as a template over its three tiles. `rows_pass`: see Tile.
+// Product: the instruction, as a template over its three tiles. `rows_pass`: see Tile. Three tiles of rows are
+// read twice, and never pass.
 template <typename Product, Width width = Width::kWhole, Hold hold>
 inline void multiply_block(const void* rows, int64_t stride, const void* columns, const Starts<hold>& starts, bool rows_pass = false) {
   const auto* a = static_cast<const char*>(rows);
@@ -157,28 +155,21 @@ inline void multiply_block(const void* rows, int64_t stride, const void* columns
     Product::template multiply<1, 6, 7>();
     return;
   }
-  if constexpr (hold == Hold::kTwo && width == Width::kWhole) {
-    if (rows_pass) {
-      load_tile<6>(panel, kStepBytes);
-      load_passing_tile<4>(a, stride);
-      Product::template multiply<0, 4, 6>();
-      load_tile<7>(panel + kTileRowBytes, kStepBytes);
-      Product::template multiply<1, 4, 7>();
-      load_passing_tile<5>(a + starts.second * stride, stride);
-      Product::template multiply<2, 5, 6>();
-      Product::template multiply<3, 5, 7>();
-      return;
-    }
-  }
+  const auto load_rows = [=]<int to>(const char* from) __attribute__((always_inline)) {
+    if (rows_pass)
+      load_passing_tile<to>(from, stride);
+    else
+      load_tile<to>(from, stride);
+  };
   load_tile<6>(panel, kStepBytes);
-  load_tile<4>(a, stride);
+  load_rows.template operator()<4>(a);
   Product::template multiply<0, 4, 6>();
   if constexpr (width == Width::kWhole) {
     load_tile<7>(panel + kTileRowBytes, kStepBytes);
     Product::template multiply<1, 4, 7>();
   }
   if constexpr (hold == Hold::kTwo) {
-    load_tile<5>(a + starts.second * stride, stride);
+    load_rows.template operator()<5>(a + starts.second * stride);
     Product::template multiply<2, 5, 6>();
     if constexpr (width == Width::kWhole) Product::template multiply<3, 5, 7>();
   }

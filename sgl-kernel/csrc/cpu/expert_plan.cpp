@@ -13,8 +13,8 @@ ExpertPlan::ExpertPlan(const ExpertsCall& call, const ExpertCut& cut)
     const int64_t begin = routing_.offsets[expert], rows = routing_.offsets[expert + 1] - begin;
     call.rows_per_expert[expert] = rows;
     const int64_t count = divide_up(rows, cut.rows_per_block);
-    const auto bound = [&](int64_t i) { return begin + (i == count ? rows : round_up(rows * i / count, cut.rows_unit)); };
-    for (int64_t i = 0; i < count; ++i) blocks_.push_back({expert, bound(i), bound(i + 1)});
+    for (int64_t i = 0; i < count; ++i)
+      blocks_.push_back({expert, begin + block_begin(rows, i, count, cut.tiles), begin + block_begin(rows, i + 1, count, cut.tiles)});
   }
   const int64_t wanted = kTasksPerThread * num_threads();
   const int64_t blocks = std::max<int64_t>(1, static_cast<int64_t>(blocks_.size()));

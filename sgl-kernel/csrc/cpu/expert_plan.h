@@ -29,11 +29,11 @@ constexpr int64_t kGroupRowsOfBlocks = 16384;
 
 // How large the parts are that work is cut into.
 struct ExpertCut {
-  int64_t rows_per_block;  // of one expert
+  const TileCut& tiles;    // of the kernel that runs
+  int64_t rows_per_block;  // of one expert, a multiple of tiles.block_unit()
   int64_t rows_per_group;  // routed rows of a group: its tokens' open sums stay in the L2 cache
   int64_t down_panel_bytes;
   int64_t down_panels = kDownPanelsPerTask;
-  int64_t rows_unit = 1;  // of an expert's blocks all but the last one have a multiple of it; it divides rows_per_block
 };
 
 // A panel of an expert's matrix.

@@ -60,9 +60,10 @@ class Experts {
   ExpertCut cut() const {
     const int64_t panel_bytes = packed_bytes(c_.w_dtype, kPanel * c_.inter);
     if (!tile_.cut.row_blocks)
-      return {.rows_per_block = block_rows_, .rows_per_group = kGroupRowsPerMiB * second_cache_mib(), .down_panel_bytes = panel_bytes};
-    return {.rows_per_block = block_rows_, .rows_per_group = kGroupRowsOfBlocks, .down_panel_bytes = panel_bytes,
-            .down_panels = kDownPanelsOfBlocks, .rows_unit = tile_.cut.usual_rows()};
+      return {.tiles = tile_.cut, .rows_per_block = block_rows_, .rows_per_group = kGroupRowsPerMiB * second_cache_mib(),
+              .down_panel_bytes = panel_bytes};
+    return {.tiles = tile_.cut, .rows_per_block = block_rows_, .rows_per_group = kGroupRowsOfBlocks, .down_panel_bytes = panel_bytes,
+            .down_panels = kDownPanelsOfBlocks};
   }
 
   void lay_out() {

@@ -59,9 +59,9 @@ class Int8Experts {
   ExpertCut cut() const {
     const int64_t panel_bytes = kPanel * c_.inter;
     if (!kernel_.cut.row_blocks)
-      return {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsPerMiB, .down_panel_bytes = panel_bytes};
-    return {.rows_per_block = most_rows_, .rows_per_group = kGroupRowsOfBlocks, .down_panel_bytes = panel_bytes,
-            .down_panels = kDownPanelsOfBlocks, .rows_unit = kernel_.cut.usual_rows()};
+      return {.tiles = kernel_.cut, .rows_per_block = most_rows_, .rows_per_group = kGroupRowsPerMiB, .down_panel_bytes = panel_bytes};
+    return {.tiles = kernel_.cut, .rows_per_block = most_rows_, .rows_per_group = kGroupRowsOfBlocks, .down_panel_bytes = panel_bytes,
+            .down_panels = kDownPanelsOfBlocks};
   }
 
   void lay_out() {

@@ -124,13 +124,15 @@ using TwoPanelsFn = void (*)(const Tile& tile, const void* second, int64_t secon
 // How a kernel's rows and its k are best cut into tiles.
 struct TileCut {
   int max_rows;             // of a tile, at most kMaxRows
-  int full_rows = 0;        // of all tiles but the last, which has up to max_rows; 0: there are as few equal ones as there can be
+  int full_rows = 0;        // of most tiles, see Tiles in tasks.h; 0: there are as few equal ones as there can be
   bool row_blocks = false;  // rows are best given by blocks of k
   int64_t best_k = kAnyK;   // a longer k is best cut into parts of it, whole lines, whose panel stays in the first cache
   int64_t passing_k = kAnyK;  // the same where rows pass by the first cache, see Tile
 
   // Of most tiles.
   int usual_rows() const { return full_rows == 0 ? max_rows : full_rows; }
+  // Rows that are cut into blocks before they are cut into tiles have a multiple of this in each but the last.
+  int block_unit() const { return full_rows == 0 ? 1 : full_rows; }
   // Whether a longer k than best_k is cut for so many tiles of a panel.
   bool cuts_k(int64_t tiles) const { return tiles > kTilesWithoutParts && best_k != kAnyK; }
 };

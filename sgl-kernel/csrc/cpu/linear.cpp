@@ -34,7 +34,7 @@ class Linear {
     const size_t rows_at = carver.take(in_place_ ? 0 : static_cast<size_t>(stride_ * c_.rows * c_.heads));
     Carver one;
     spare_at_ = one.take(c_.w.spare_bytes(isa_));
-    const int64_t block_rows = round_up(divide_up(c_.rows, blocks_), rows_unit());
+    const int64_t block_rows = most_block_rows(c_.rows, blocks_, tile_.cut);
     const RowLayout layout = layout_of(block_rows);
     spread_at_ = one.take(spread_ ? layout.room(block_rows, row_bytes_) : 0);
     row_at_ = one.take(spread_ ? static_cast<size_t>(row_bytes_) : 0);
@@ -78,11 +78,7 @@ class Linear {
     return tile_.cut.row_blocks ? RowLayout::blocks(rows) : RowLayout::plain(row_stride(row_bytes_));
   }
 
-  // Blocks but the last one have whole tiles where these are best full.
-  int64_t rows_unit() const { return tile_.cut.full_rows == 0 ? 1 : tile_.cut.full_rows; }
-  int64_t block_begin(int64_t block) const {
-    return block == blocks_ ? c_.rows : round_up(c_.rows * block / blocks_, rows_unit());
-  }
+  int64_t block_begin(int64_t block) const { return sgl_batch::block_begin(c_.rows, block, blocks_, tile_.cut); }
   const char* given(int64_t head, int64_t row) const {
     return static_cast<const char*>(c_.x) + (row * c_.x_row + head * c_.x_head) * element_;
   }

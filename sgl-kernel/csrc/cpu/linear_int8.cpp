@@ -26,7 +26,7 @@ class LinearInt8 {
     const Int8RowsRoom rows_room(carver, c_.rows, c_.w.k, kernel_.cut.row_blocks);
     Carver one;
     spare_at_ = one.take(c_.w.spare_bytes());
-    const int64_t block_rows = c_.w.k > kernel_.cut.best_k ? round_up(divide_up(c_.rows, blocks_), rows_unit()) : 0;
+    const int64_t block_rows = c_.w.k > kernel_.cut.best_k ? most_block_rows(c_.rows, blocks_, kernel_.cut) : 0;
     sums_at_ = one.take(sizeof(int32_t) * kPanel * static_cast<size_t>(block_rows));
     const size_t own_bytes = static_cast<size_t>(round_up(static_cast<int64_t>(one.total()), 4096));
     const size_t own_at = carver.take(own_bytes * num_threads());
@@ -59,11 +59,7 @@ class LinearInt8 {
     return keeps_rows_ ? panels_of_few_tasks(panels, blocks_) : panels_per_task(panels * blocks_, c_.w.panel_bytes());
   }
 
-  // Blocks but the last one have whole tiles where these are best full.
-  int64_t rows_unit() const { return kernel_.cut.full_rows == 0 ? 1 : kernel_.cut.full_rows; }
-  int64_t block_begin(int64_t block) const {
-    return block == blocks_ ? c_.rows : round_up(c_.rows * block / blocks_, rows_unit());
-  }
+  int64_t block_begin(int64_t block) const { return sgl_batch::block_begin(c_.rows, block, blocks_, kernel_.cut); }
   int64_t first_panel(int64_t chunk) const { return c_.w.panels() * chunk / chunks_; }
 
   // A block of rows through a chunk of panels. `after`: the panel that this thread needs next. `own`: the thread's memory.

@@ -63,11 +63,19 @@ inline int64_t rows_without_lines(DType weight) { return has_groups(weight) ? kM
 inline int64_t rows_per_block(const TileCut& cut, int64_t row_bytes, bool coded = false) {
   const int64_t tile = cut.usual_rows(), usual = kTilesPerBlock * tile;
   if (!cut.row_blocks && !coded) return usual;
-  // Beside the next block's rows and the sums in the L2 cache. Kernels that take rows by blocks run where that has 2 MiB, of which
-  // more rows are worth half where they save decoding.
+  // Beside the next block's rows and the sums in the L2 cache. Kernels that take rows by blocks run where it has 2 MiB: half of that
+  // pays where more rows save decoding.
   const int64_t bytes = (cut.row_blocks && coded ? 1024 : 512) << 10;
   const auto [least, most] = cut.row_blocks ? std::pair(usual / 2, 2 * usual) : std::pair(usual, 3 * usual);
   return std::clamp<int64_t>(bytes / row_bytes / tile * tile, least, most);
+}
+
+// How many rows each of `blocks` blocks has at most, and where one begins, or, with `blocks` for it, where the last one ends.
+inline int64_t most_block_rows(int64_t rows, int64_t blocks, const TileCut& cut) {
+  return round_up(divide_up(rows, blocks), cut.block_unit());
+}
+inline int64_t block_begin(int64_t rows, int64_t block, int64_t blocks, const TileCut& cut) {
+  return block == blocks ? rows : round_up(rows * block / blocks, cut.block_unit());
 }
 
 // How rows lie: bytes from one row to the next, and from one line of a row to the next.
@@ -105,10 +113,9 @@ struct KParts {
   int64_t k, size, count;
 };
 
-constexpr int64_t kTilesWithLargeLast = 2;
-
 // Rows [begin, end) cut into as few tiles as there must be, all but equal ones, or full ones and a last one with the rest. A small
 // rest is in a larger last tile where tiles are few, so that weights are read as rarely as can be, else shared by the last two.
+constexpr int64_t kTilesWithLargeLast = 2;
 struct Tiles {
   Tiles(int64_t first, int64_t last, const TileCut& cut)
       : begin(first),
